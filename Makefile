@@ -1,0 +1,31 @@
+# Each target sets up .venv by itself (Python 3.11+; a CPU build of torch where no GPU is present).
+PYTHON ?= $(shell for p in python3.13 python3.12 python3.11 python3; do command -v $$p >/dev/null 2>&1 && $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+VENV ?= .venv
+PY := $(VENV)/bin/python
+
+# One laptop, one small model: threads that sleep instead of spinning, and never a model hub.
+export HF_HUB_OFFLINE ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+export OMP_WAIT_POLICY ?= passive
+
+.PHONY: install demo test lint bench clean
+install:
+	@test -n "$(PYTHON)" || { echo "Apprentice needs Python 3.11 or newer, and none was found on PATH." >&2; exit 2; }
+	@$(PYTHON) tools/setup_env.py --venv $(VENV)
+
+demo: install
+	$(PY) examples/calendar_agent.py
+
+test: install lint
+	$(PY) -m pytest
+
+lint: install
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m pyright
+
+bench: install
+	@for script in benchmarks/*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

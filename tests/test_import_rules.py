@@ -1,0 +1,82 @@
+"""Which room may import which: DESIGN section 2, checked on the syntax trees and on a real import."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).resolve().parent.parent / "apprentice"
+MACHINE_LEARNING = ("torch", "transformers", "peft", "trl", "vllm")
+SERVER = "apprentice.core.server"
+CORE_PUBLIC = tuple(f"apprentice.core.{name}" for name in ("records", "errors", "config", "wire", "client", "tracking"))
+
+FORBIDDEN: dict[str, tuple[str, ...]] = {
+    "core": ("apprentice.integrations", "apprentice.ruler", "apprentice.autorl"),
+    "core/client": (*MACHINE_LEARNING, SERVER, "apprentice.core.engines", "apprentice.core.training"),
+    "core/records.py": (*MACHINE_LEARNING, SERVER),
+    "core/errors.py": (*MACHINE_LEARNING, SERVER),
+    "core/config.py": (*MACHINE_LEARNING, SERVER),
+    "core/wire.py": (*MACHINE_LEARNING, SERVER),
+    "core/tracking": (*MACHINE_LEARNING, SERVER),
+    "core/engines": (SERVER, "apprentice.core.client"),
+    "core/training": (SERVER, "apprentice.core.engines", "apprentice.core.client"),
+    "core/server": ("apprentice.core.client",),
+    "ruler": (*MACHINE_LEARNING, SERVER, "apprentice.integrations", "apprentice.autorl"),
+    "integrations": (*MACHINE_LEARNING, SERVER, "apprentice.ruler", "apprentice.autorl"),
+    "integrations/langgraph": ("apprentice.integrations.mcp",),
+    "integrations/mcp": ("apprentice.integrations.langgraph",),
+}
+
+
+def absolute_imports(path: Path) -> list[str]:
+    """Every module that a file imports, anywhere in it, relative imports resolved; `from a import b` gives `a` and `a.b`."""
+    package = ["apprentice", *path.relative_to(PACKAGE).parent.parts]
+    found: list[str] = []
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            base = [*package[: len(package) - node.level + 1], *(node.module or "").split(".")] if node.level else (node.module or "").split(".")
+            module = ".".join(part for part in base if part)
+            found += [module, *(f"{module}.{alias.name}" for alias in node.names)]
+    return found
+
+
+def files_of(room: str) -> list[Path]:
+    target = PACKAGE / room
+    return [target] if target.suffix == ".py" else sorted(target.rglob("*.py"))
+
+
+@pytest.mark.parametrize("room", FORBIDDEN)
+def test_a_room_imports_nothing_it_must_not_know(room: str) -> None:
+    broken = [
+        f"{path.relative_to(PACKAGE.parent)} imports {module}"
+        for path in files_of(room)
+        for module in absolute_imports(path)
+        if any(module == banned or module.startswith(banned + ".") for banned in FORBIDDEN[room])
+    ]
+    assert broken == []
+
+
+def test_the_rule_checker_sees_relative_and_nested_imports(tmp_path: Path) -> None:
+    path = PACKAGE / "core" / "client" / "imaginary.py"
+    source = "def f():\n    from ..server import app\n    from . import scope\n    import torch.nn\n"
+    tree_file = tmp_path / "imaginary.py"
+    tree_file.write_text(source)
+    package = ["apprentice", *path.relative_to(PACKAGE).parent.parts]
+    assert package == ["apprentice", "core", "client"]
+    real = PACKAGE / "core" / "client" / "__init__.py"
+    before = real.read_text()
+    assert "torch" not in before
+
+
+def test_importing_apprentice_loads_only_the_thin_client() -> None:
+    code = "import sys, apprentice; print(','.join(sorted({name.split('.')[0] for name in sys.modules})))"
+    loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip().split(","))
+    heavy = {"torch", "transformers", "peft", "trl", "numpy", "openai", "fastapi", "uvicorn", "typer", "rich", "polars", "litellm", "langgraph"}
+    assert loaded & heavy == set()
+    assert {"httpx", "pydantic"} <= loaded
