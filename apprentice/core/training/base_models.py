@@ -178,7 +178,7 @@ def _hub_folder(name: str) -> Path:
     if is_offline_mode():
         raise _refusal(
             name,
-            f"it is not in the local Hugging Face cache and HF_HUB_OFFLINE is set: unset it, or copy the cache from a machine that has it",
+            "it is not in the local Hugging Face cache and HF_HUB_OFFLINE is set: unset it, or copy the cache from a machine that has it",
         )
     try:
         return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
