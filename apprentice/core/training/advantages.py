@@ -130,7 +130,9 @@ def _trajectory_pool(group: Sequence[Rollout]) -> _Pool:
 
 
 def _completion_pool(group: Sequence[Rollout]) -> _Pool:
-    return _Pool([_Value(c, r.completion_rewards[c], r.trajectory_id) for r in group for c in r.completion_ids if c in r.completion_rewards])
+    return _Pool(
+        [_Value(c, r.completion_rewards[c], r.trajectory_id) for r in group for c in r.completion_ids if c in r.completion_rewards]
+    )
 
 
 def _lookup(pool: _Pool, config: TrainConfig, batch_std: float) -> dict[str, float]:
@@ -170,9 +172,7 @@ def _metrics(
 ) -> dict[str, float]:
     rewards = [value.reward for pool in trajectory_pools for value in pool.values]
     rewards = rewards or [value.reward for pool in completion_pools for value in pool.values]
-    trained = [
-        {r.trajectory_id for r in group if any(c in by_completion for c in r.completion_ids)} for group in groups
-    ]
+    trained = [{r.trajectory_id for r in group if any(c in by_completion for c in r.completion_ids)} for group in groups]
     stds = [_std([v.reward for v in pool.values]) for pool in trajectory_pools if len(pool.values) > 1]
     return {
         "reward/mean": _mean(rewards),
@@ -192,7 +192,9 @@ def _validate(groups: Sequence[Sequence[Rollout]]) -> None:
         if rollout.trajectory_id in seen:
             raise InvalidRequest(f"a trajectory can be in one group once, but {rollout.trajectory_id} came twice", param="groups")
         seen.add(rollout.trajectory_id)
-        _require_finite([*([] if rollout.reward is None else [rollout.reward]), *rollout.completion_rewards.values()], rollout.trajectory_id)
+        _require_finite(
+            [*([] if rollout.reward is None else [rollout.reward]), *rollout.completion_rewards.values()], rollout.trajectory_id
+        )
 
 
 def _require_finite(rewards: Iterable[float], trajectory_id: str | None = None) -> None:

@@ -138,7 +138,9 @@ def test_any_split_into_micro_batches_even_within_a_sequence_has_the_same_gradie
         logprobs = flat(batch, batch.logprobs_BT).clone().requires_grad_()
         total = torch.zeros((), dtype=torch.float64)
         for index in parts:
-            piece = ObjectiveBatch(logprobs[index], old[index], weights[index], ref[index], advantages[index], sequence[index], normalisers(batch))
+            piece = ObjectiveBatch(
+                logprobs[index], old[index], weights[index], ref[index], advantages[index], sequence[index], normalisers(batch)
+            )
             total = total + policy_loss(piece, config)[0]
         total.backward()
         assert logprobs.grad is not None

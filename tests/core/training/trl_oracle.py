@@ -86,7 +86,9 @@ def make_trainer(folder: Path, **options: Any) -> GRPOTrainer:
     )
 
 
-def run_trl(folder: Path, batch: PaddedBatch, *, importance_sampling: bool, microbatches: int = 1, windows: int = 1, window: int = 0, **options: Any) -> OracleResult:
+def run_trl(
+    folder: Path, batch: PaddedBatch, *, importance_sampling: bool, microbatches: int = 1, windows: int = 1, window: int = 0, **options: Any
+) -> OracleResult:
     """TRL's loss and gradient with respect to `logprobs_BT`, summed over the micro-batches of one optimizer step.
 
     The batch is cut into `windows` optimizer steps (of which `window` is computed) of `microbatches` each.
@@ -116,7 +118,7 @@ def run_trl(folder: Path, batch: PaddedBatch, *, importance_sampling: bool, micr
     for index in range(microbatches):
         part = slice((window * microbatches + index) * rows // pieces, (window * microbatches + index + 1) * rows // pieces)
         piece = {k: v if v.dim() == 0 else v[part] for k, v in inputs.items()}
-        trainer._get_per_token_logps_and_entropies = lambda *a, p=part, **k: (logprobs_BT[p], entropies[p], None)  # noqa: B023
+        trainer._get_per_token_logps_and_entropies = lambda *a, p=part, **k: (logprobs_BT[p], entropies[p], None)
         loss = trainer.compute_loss(trainer.model, piece)
         loss.backward()
         total += float(loss)
@@ -131,7 +133,14 @@ def _score(trainer: GRPOTrainer, batch: PaddedBatch, importance_sampling: bool, 
     sampling = [batch.sampling_BT[i, :n].tolist() for i, n in enumerate(lengths)]
     forwards = iter([batch.old_BT, *([batch.ref_BT] if beta else [])])
     trainer._generate = lambda prompts: (
-        [[1, 2]] * rows, completions, masks, ["x"] * rows, sampling if importance_sampling else None, {}, None, None,
+        [[1, 2]] * rows,
+        completions,
+        masks,
+        ["x"] * rows,
+        sampling if importance_sampling else None,
+        {},
+        None,
+        None,
     )
     trainer._calculate_rewards = lambda *a: batch.rewards_B[:, None]
     trainer._get_per_token_logps_and_entropies = lambda *a, **k: (next(forwards), None, None)
