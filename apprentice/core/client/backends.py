@@ -1,0 +1,129 @@
+"""Where the server runs, seen from user code: somewhere (`RemoteBackend`), or as a child of this process (`LocalBackend`)."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Protocol, Self
+
+from ..errors import ConfigError, ServerUnavailable
+from .api import ControlApi
+from .local_server import LocalServer, local_server, release
+from .transport import Limits, RetryPolicy, Transport
+
+API_KEY_VARIABLE = "APPRENTICE_API_KEY"
+READY_SECONDS = 300.0
+
+
+class Backend(Protocol):
+    """A server that a model can be registered with."""
+
+    async def connect(self) -> Transport:
+        """The connection to a ready server, started if need be. Always the same one."""
+        ...
+
+    async def close(self) -> None:
+        """Give the connections back, and stop what was started here."""
+        ...
+
+
+class _Closing:
+    """`async with backend:` closes it."""
+
+    async def close(self) -> None:
+        raise NotImplementedError
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        await self.close()
+
+
+class RemoteBackend(_Closing):
+    """A server that runs elsewhere. The key defaults to the environment's APPRENTICE_API_KEY."""
+
+    def __init__(
+        self, url: str, api_key: str | None = None, *, limits: Limits | None = None, retry: RetryPolicy | None = None
+    ) -> None:
+        self._transport = Transport(url, api_key or os.environ.get(API_KEY_VARIABLE), limits=limits, retry=retry)
+        self._ready = False
+
+    def __repr__(self) -> str:
+        return f"RemoteBackend({str(self._transport.url)!r})"
+
+    @property
+    def url(self) -> str:
+        return str(self._transport.url).rstrip("/")
+
+    async def connect(self) -> Transport:
+        if not self._ready:
+            await wait_until_ready(ControlApi(self._transport))
+            self._ready = True
+        return self._transport
+
+    async def close(self) -> None:
+        await self._transport.aclose()
+
+
+class LocalBackend(_Closing):
+    """A server of one's own: a child process on a free loopback port with a random key, which ends when this process does.
+
+    `path` is its home (ledger, checkpoints, log); two backends of one process with the same home share one server.
+    `serve_args` are further options of `apprentice serve`, e.g. `["--device", "cpu"]`. `key` and address are made anew for every start.
+    """
+
+    def __init__(
+        self, path: str | os.PathLike[str] = ".apprentice", *, serve_args: Sequence[str] = (), limits: Limits | None = None
+    ) -> None:
+        if isinstance(serve_args, str):
+            raise ConfigError(f"serve_args must be a list such as ['--device', 'cpu'], got {serve_args!r}", param="serve_args")
+        self.home = Path(path).expanduser().absolute()
+        self._serve_args = tuple(serve_args)
+        self._limits = limits
+        self._server: LocalServer | None = None
+        self._transport: Transport | None = None
+
+    def __repr__(self) -> str:
+        return f"LocalBackend({str(self.home)!r})"
+
+    @property
+    def url(self) -> str:
+        if self._transport is None:
+            raise ServerUnavailable(f"the server of {self.home} is not started; `await backend.connect()` or register a model first")
+        return str(self._transport.url).rstrip("/")
+
+    async def connect(self) -> Transport:
+        if self._transport is None:
+            # In a thread: starting takes seconds, and other tasks of this loop go on meanwhile.
+            server = await asyncio.to_thread(local_server, self.home, self._serve_args)
+            if self._transport is None:
+                self._server = server
+                self._transport = Transport(server.url, server.api_key, limits=self._limits, diagnose=server.cause_of_death)
+            else:
+                release(server)
+        await wait_until_ready(ControlApi(self._transport))
+        return self._transport
+
+    async def close(self) -> None:
+        transport, self._transport = self._transport, None
+        server, self._server = self._server, None
+        if transport is not None:
+            await transport.aclose()
+        if server is not None:
+            await asyncio.to_thread(release, server)
+
+
+async def wait_until_ready(api: ControlApi, seconds: float = READY_SECONDS) -> None:
+    """Return once `/health` says `ready` or `degraded`; ServerUnavailable if it is still starting after `seconds`."""
+    try:
+        async with asyncio.timeout(seconds):
+            while (await api.health()).status == "starting":  # noqa: ASYNC110  another process has no event to wait for
+                await asyncio.sleep(0.2)
+    except TimeoutError as cause:
+        raise ServerUnavailable(f"the server at {api.transport.url} is still starting after {seconds:g} s") from cause
+
+

@@ -1,0 +1,231 @@
+"""The client without `await`: for plain scripts, and for notebooks, whose own event loop is already running.
+
+One background thread runs one event loop for the whole process; every method hands its coroutine there and waits.
+Rollouts may be plain functions: each runs in a thread of its own, inside its trajectory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import threading
+from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+
+from ..config import SftConfig, TrainConfig
+from ..errors import InvalidRequest
+from ..records import Scenario, TrainResult, Trajectory, TrajectoryGroup
+from ..wire import CheckpointInfo, Demonstration, ModelInfo
+from .backends import Backend
+from .evaluate import Evaluation, RewardFunction
+from .gather import Returned, Rollout
+from .gather import gather as async_gather
+from .progress import Progress
+from .scope import TrajectoryScope
+
+if TYPE_CHECKING:
+    from openai import OpenAI
+
+    from .loop import LoopResult, TrainingLoop
+    from .model import OnBusy, TrainableModel
+
+T = TypeVar("T")
+P = ParamSpec("P")
+SyncRollout: TypeAlias = Callable[[Scenario], Returned]
+
+_lock = threading.Lock()
+_loop: asyncio.AbstractEventLoop | None = None
+
+
+def _background_loop() -> asyncio.AbstractEventLoop:
+    global _loop
+    with _lock:
+        if _loop is None or _loop.is_closed():
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, name="apprentice-sync", daemon=True).start()
+        return _loop
+
+
+def _running_loop() -> asyncio.AbstractEventLoop | None:
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+def run(coroutine: Coroutine[Any, Any, T]) -> T:
+    """The coroutine's result, computed in the background loop with the caller's context. Ctrl-C cancels it and waits for its end."""
+    loop = _background_loop()
+    if _running_loop() is loop:
+        coroutine.close()
+        raise InvalidRequest("a sync method was called inside an async function of the sync facade; use the async method with `await`")
+    context = contextvars.copy_context()
+    done: threading.Event = threading.Event()
+    box: list[asyncio.Task[T]] = []
+
+    def start() -> None:
+        task = loop.create_task(coroutine, context=context)
+        box.append(task)
+        task.add_done_callback(lambda _: done.set())
+
+    loop.call_soon_threadsafe(start)
+    try:
+        done.wait()
+    except KeyboardInterrupt:
+        loop.call_soon_threadsafe(lambda: box[0].cancel())
+        done.wait()
+        raise
+    return box[0].result()
+
+
+@contextmanager
+def trajectory(scope: TrajectoryScope) -> Generator[TrajectoryScope]:
+    """`with trajectory(model.trajectory(scenario)) as t:`, the sync form of `async with`."""
+    run(scope.open())
+    scope.become_ambient()
+    try:
+        yield scope
+    except BaseException as error:
+        scope.leave_ambient()
+        run(scope.close(error))
+        raise
+    else:
+        scope.leave_ambient()
+        run(scope.close())
+
+
+def in_threads(rollout: SyncRollout, threads: ThreadPoolExecutor) -> Rollout:
+    """An async rollout that runs a plain function in a thread, in the rollout's own context."""
+
+    @functools.wraps(rollout)
+    async def wrapped(scenario: Scenario) -> Returned:
+        context = contextvars.copy_context()
+        return await asyncio.get_running_loop().run_in_executor(threads, lambda: context.run(rollout, scenario))
+
+    return wrapped
+
+
+def gather(
+    rollout: SyncRollout,
+    scenarios: Iterable[Scenario | object],
+    *,
+    group_size: int = 8,
+    concurrency: int = 32,
+    deadline: float | None = 600.0,
+    max_failures: int | float = 0.5,
+    retries: int = 3,
+    progress: bool | Progress = True,
+) -> list[TrajectoryGroup]:
+    """`gather` for a plain function. A thread cannot be cancelled: at its deadline a rollout counts as failed but runs on."""
+    with ThreadPoolExecutor(concurrency, "apprentice-rollout") as threads:
+        return run(
+            async_gather(
+                in_threads(rollout, threads),
+                scenarios,
+                group_size=group_size,
+                concurrency=concurrency,
+                deadline=deadline,
+                max_failures=max_failures,
+                retries=retries,
+                progress=progress,
+            )
+        )
+
+
+def run_loop(loop: TrainingLoop) -> LoopResult:
+    """`await loop.run()` for plain code."""
+    return run(loop.run())
+
+
+class SyncModel:
+    """`model.sync`: the methods of a TrainableModel without `await`."""
+
+    def __init__(self, model: TrainableModel) -> None:
+        self.model = model
+
+    def register(self, backend: Backend) -> ModelInfo:
+        return run(self.model.register(backend))
+
+    def get_step(self) -> int:
+        return run(self.model.get_step())
+
+    def openai_client(self, **options: Any) -> OpenAI:  # Any: handed on to OpenAI
+        return self.model.sync_openai_client(**options)
+
+    @contextmanager
+    def trajectory(
+        self, scenario: Scenario | object = None, *, group_id: str | None = None, metadata: Mapping[str, Any] | None = None
+    ) -> Generator[TrajectoryScope]:
+        with trajectory(self.model.trajectory(scenario, group_id=group_id, metadata=metadata)) as scope:
+            yield scope
+
+    def fetch(self, trajectory: str | Trajectory | TrajectoryScope) -> Trajectory:
+        return run(self.model.fetch(trajectory))
+
+    def train(
+        self,
+        groups: Iterable[TrajectoryGroup],
+        config: TrainConfig | None = None,
+        *,
+        on_busy: OnBusy = "queue",
+        progress: bool | Progress = True,
+        **options: Any,  # Any: fields of TrainConfig, checked by it
+    ) -> TrainResult:
+        return run(self.model.train(groups, config, on_busy=on_busy, progress=progress, **options))
+
+    def train_sft(
+        self,
+        examples: Iterable[Demonstration | Mapping[str, Any] | Trajectory | TrajectoryScope],
+        config: SftConfig | None = None,
+        *,
+        on_busy: OnBusy = "queue",
+        progress: bool | Progress = True,
+        **options: Any,  # Any: fields of SftConfig, checked by it
+    ) -> TrainResult:
+        return run(self.model.train_sft(examples, config, on_busy=on_busy, progress=progress, **options))
+
+    def evaluate(
+        self,
+        rollout: SyncRollout,
+        scenarios: Sequence[Scenario | object],
+        *,
+        repeats: int = 1,
+        reward: RewardFunction | None = None,
+        concurrency: int = 32,
+        deadline: float | None = 600.0,
+        max_failures: int | float = 0.5,
+        seed: int = 0,
+        progress: bool | Progress = True,
+    ) -> Evaluation:
+        with ThreadPoolExecutor(concurrency, "apprentice-rollout") as threads:
+            return run(
+                self.model.evaluate(
+                    in_threads(rollout, threads),
+                    scenarios,
+                    repeats=repeats,
+                    reward=reward,
+                    concurrency=concurrency,
+                    deadline=deadline,
+                    max_failures=max_failures,
+                    seed=seed,
+                    progress=progress,
+                )
+            )
+
+    def checkpoints(self) -> tuple[CheckpointInfo, ...]:
+        return run(self.model.checkpoints())
+
+    def checkpoint(self, step: int) -> CheckpointInfo:
+        return run(self.model.checkpoint(step))
+
+    def pin_checkpoint(self, step: int, pinned: bool = True) -> None:
+        run(self.model.pin_checkpoint(step, pinned))
+
+    def delete_checkpoint(self, step: int) -> None:
+        run(self.model.delete_checkpoint(step))
+
+    def fork(self, name: str, step: int | None = None) -> TrainableModel:
+        return run(self.model.fork(name, step))
