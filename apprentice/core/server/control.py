@@ -13,7 +13,7 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from ..errors import InvalidRequest, NotFound
+from ..errors import InvalidRequest, UnknownModel
 from ..records import NAME_PATTERN, ToolEvent, Trajectory, TrajectoryStatus, new_id
 from ..wire import (
     CheckpointInfo,
@@ -69,18 +69,20 @@ def _models(registry: Registry) -> APIRouter:
 
     @routes.get("/models/{project}/{name}", responses=documented(404))
     async def model(project: NameInPath, name: NameInPath) -> ModelInfo:
-        return policy_info(registry, f"{project}/{name}")
+        return await policy_info(registry, f"{project}/{name}")
 
     return routes
 
 
-def policy_info(registry: Registry, policy: str) -> ModelInfo:
-    """The registered policy of this name. `UnknownModel` if there is none."""
-    for info in registry.models():
-        if info.policy == policy:
-            return info
-    registry.resolve(policy)  # says in its own words that there is no such model
-    raise NotFound(f"{policy} is a base model, not a policy", param="policy")
+async def policy_info(registry: Registry, policy: str) -> ModelInfo:
+    """The registered policy of this name, loaded if it is not in memory. `UnknownModel` if there is none."""
+    known = {info.policy: info for info in registry.models()}
+    if policy not in known:
+        await registry.resolve(policy)
+        known = {info.policy: info for info in registry.models()}
+    if policy not in known:
+        raise UnknownModel(f"{policy!r} is not the name of a policy; a policy is called project/name, without a step", param="policy")
+    return known[policy]
 
 
 def _trajectories(registry: Registry, ledger: Ledger, forget: Callable[[str], None]) -> APIRouter:
@@ -89,7 +91,7 @@ def _trajectories(registry: Registry, ledger: Ledger, forget: Callable[[str], No
     @routes.post("/trajectories", status_code=201, responses=documented(404, 409, 413, 503, 507))
     async def open_trajectory(body: OpenTrajectory) -> Trajectory:
         """Open a trajectory. The same body again changes nothing; an id that is taken by another one is refused."""
-        policy_info(registry, body.policy)
+        await policy_info(registry, body.policy)
         chosen = body.model_dump(exclude={"id"})
         trajectory = Trajectory(id=body.id or new_id("trj"), **chosen)
         return await run_in_threadpool(ledger.open_trajectory, trajectory)

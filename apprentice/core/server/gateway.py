@@ -73,7 +73,7 @@ def gateway_router(gateway: Gateway) -> APIRouter:
     @routes.get("/models/{model:path}", response_model=ModelEntry, responses=documented(404))
     async def model(model: str) -> ModelEntry:
         """One of them, or a version of a policy as `project/name@step`."""
-        served = gateway.registry.resolve(model)
+        served = await gateway.registry.resolve(model)
         if served.version is None:
             return ModelEntry(id=model, created=gateway.started_at, owned_by="base")
         base = next((info.base_model for info in gateway.registry.models() if info.policy == served.alias), None)

@@ -61,7 +61,7 @@ class Gateway:
     async def chat_call(self, body: ChatBody, caller: Caller) -> Call:
         request = body.request()
         check_format(request.response_format)
-        served = self.registry.resolve(body.model)
+        served = await self.registry.resolve(body.model)
 
         def prompt() -> Any:
             self._enter(caller, served)
@@ -84,7 +84,7 @@ class Gateway:
         )
 
     async def text_call(self, body: CompletionBody, caller: Caller) -> Call:
-        served = self.registry.resolve(body.model)
+        served = await self.registry.resolve(body.model)
 
         def prompt() -> tuple[int, ...]:
             self._enter(caller, served)

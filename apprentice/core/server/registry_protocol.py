@@ -81,8 +81,10 @@ class Registry(Protocol):
     @property
     def checkpoints(self) -> Checkpoints: ...
 
-    def resolve(self, model: str) -> Served:
+    async def resolve(self, model: str) -> Served:
         """`project/name`: the newest version now; `project/name@step`: that one; a base model's name: `BASE`.
+
+        A registered policy, or a version of it, that is not in memory yet is loaded first.
 
         Anything else is `UnknownModel`; there is no fall-back.
         """
@@ -91,7 +93,7 @@ class Registry(Protocol):
     async def register(self, body: RegisterModel) -> ModelInfo: ...
 
     def models(self) -> Sequence[ModelInfo]:
-        """The registered policies."""
+        """The policies in memory."""
         ...
 
     def base_models(self) -> Sequence[str]:
