@@ -216,9 +216,10 @@ class Fate(StrEnum):
     """`train_only` selected none of its calls."""
     base_model_only = "base_model_only"
     """All of its calls went to a model that is not this policy."""
+    truncated = "truncated"
+    """All of its selected calls were cut by the length limit, and `mask_truncated_completions` is on."""
     too_long = "too_long"
-    duplicate = "duplicate"
-    """All of its sampled tokens were already trained through an identical context in the same job."""
+    """All of its selected calls are longer than the model's context."""
 
 
 class TrainStatus(StrEnum):

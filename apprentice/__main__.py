@@ -1,0 +1,5 @@
+"""`python -m apprentice` is the command `apprentice`."""
+
+from .cli import main
+
+main()

@@ -1,0 +1,191 @@
+"""Train jobs: queued in the ledger, run one at a time, resumed after a kill at any point, always ended with a reason.
+
+A job is a pure function of the checkpoint it starts from and of what the ledger holds, so running it again from the
+start gives the same weights, bit for bit, on the same machine. A resume therefore needs one fact only: was the job's
+checkpoint published? If so, the job goes on with the sync; if not, it starts again.
+
+    queued → loading → forward_backward → checkpoint → sync → canary → done
+
+Sampling is paused while gradients are computed. Versions that are being sampled go on afterwards as they were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from pydantic import TypeAdapter
+
+from ..errors import ApprenticeError, JobConflict, TrainJobFailed
+from ..records import JsonObject, TrainResult, TrainStatus, new_id
+from ..wire import GrpoJob, JobPhase, JobState, SftJob, TrainEvent, TrainJob, TrainRequest
+from .job_inputs import check_request
+from .job_steps import JobSteps, Outcome
+from .ledger import Ledger
+from .ledger_jobs import EventKind
+
+log = logging.getLogger(__name__)
+
+HEARTBEAT_SECONDS = 2.0
+_REQUEST: TypeAdapter[GrpoJob | SftJob] = TypeAdapter(TrainRequest)
+_ENDED: frozenset[JobState] = frozenset({"trained", "no_update", "failed"})
+
+
+class TrainJobs:
+    """The queue and its one worker. `start` first; `close` stops after the running phase, the job goes on at the next start.
+
+    `on_phase(job_id, phase)` is called as each phase begins, before any of its work.
+    """
+
+    def __init__(self, ledger: Ledger, steps: JobSteps, on_phase: Callable[[str, JobPhase], None] | None = None) -> None:
+        self._ledger = ledger
+        self._steps = steps
+        self._on_phase = on_phase
+        self._wake = asyncio.Event()
+        self._changed = asyncio.Condition()
+        self._worker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Begin working; jobs that a killed server left behind come first, in their order."""
+        self._worker = asyncio.create_task(self._work(), name="apprentice-train-jobs")
+        self._wake.set()
+
+    async def close(self) -> None:
+        if self._worker is not None:
+            self._worker.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._worker
+            self._worker = None
+
+    async def submit(self, request: GrpoJob | SftJob, idempotency_key: str | None) -> TrainJob:
+        """Check everything that can be known now, record the job and queue it.
+
+        Raises UnknownModel, UnknownTrajectory, TrajectoryStateError (open), ForeignTrajectory, InvalidRequest,
+        JobConflict (`on_busy="refuse"`), IdempotencyConflict.
+        """
+        now = time.time()
+        job = TrainJob(
+            id=new_id("job"), policy=request.policy, kind=request.kind, state="queued", phase="queued", created_at=now, updated_at=now
+        )
+        body = request.model_dump_json().encode()
+        known = await asyncio.to_thread(self._ledger.find_job, idempotency_key) if idempotency_key else None
+        if known is None:
+            await asyncio.to_thread(check_request, self._ledger, request)
+            if request.on_busy == "refuse" and (busy := await self._unfinished()):
+                raise JobConflict(f"train job {busy[0].id} is {busy[0].state}, and on_busy is 'refuse'", param="on_busy")
+        job = await asyncio.to_thread(self._ledger.create_job, job, body, idempotency_key)
+        self._wake.set()
+        return job
+
+    def job(self, job_id: str) -> TrainJob:
+        return self._ledger.job(job_id)
+
+    def jobs(self) -> Sequence[TrainJob]:
+        return self._ledger.jobs()[::-1]
+
+    async def events(self, job_id: str, after: int) -> AsyncIterator[TrainEvent]:
+        """Every event after `after`, then new ones as they come; ends after `kind="end"`. Raises UnknownJob."""
+        await asyncio.to_thread(self._ledger.job, job_id)
+        while True:
+            async with self._changed:
+                found = await asyncio.to_thread(self._ledger.events, job_id, after)
+                if not found and not await self._close_events(job_id):
+                    await self._changed.wait()
+            if not found:
+                continue
+            for event in found:
+                yield event
+                after = event.seq
+            if found[-1].kind == "end":
+                return
+
+    async def _close_events(self, job_id: str) -> bool:
+        """Write the last event of a job whose server was killed between its end and that event. True if it was missing."""
+        job = await asyncio.to_thread(self._ledger.job, job_id)
+        if job.result is None:
+            return False
+        await asyncio.to_thread(self._ledger.append_event, job_id, "end", {"result": job.result.model_dump(mode="json")})
+        return True
+
+    async def _unfinished(self) -> list[TrainJob]:
+        jobs = await asyncio.to_thread(self._ledger.jobs)
+        return [job for job in jobs if job.state not in _ENDED]
+
+    async def _work(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while waiting := await self._unfinished():
+                await self._run(waiting[0])
+
+    async def _run(self, job: TrainJob) -> None:
+        """One job to its terminal state. Whatever goes wrong becomes the job's reason."""
+        heartbeat = asyncio.create_task(self._beat(job.id))
+        request = _REQUEST.validate_json(await asyncio.to_thread(self._ledger.job_request, job.id))
+        try:
+            outcome = await self._steps.run(
+                job.id, request, lambda phase: self._enter(job.id, phase), lambda data: self._progress(job.id, data)
+            )
+            result = _result(job, request, outcome)
+        except ApprenticeError as error:
+            result = await self._failed(job, request, error)
+        except Exception as error:  # the supervised boundary: a job always ends, with its cause
+            log.exception("train job %s failed", job.id)
+            cause = f"{type(error).__name__}: {error}"
+            result = await self._failed(job, request, TrainJobFailed(f"the job stopped on an unexpected error, {cause}"))
+        finally:
+            heartbeat.cancel()
+        await self._end(job.id, result)
+
+    async def _failed(self, job: TrainJob, request: GrpoJob | SftJob, error: ApprenticeError) -> TrainResult:
+        log.error("train job %s failed: %s", job.id, error)
+        step = await self._steps.undo(job.id, request.policy)
+        config: JsonObject = request.config.model_dump(mode="json")
+        return TrainResult(
+            job_id=job.id, policy=job.policy, status=TrainStatus.failed, reason=str(error), previous_step=step, step=step, config=config
+        )
+
+    async def _enter(self, job_id: str, phase: JobPhase) -> None:
+        await asyncio.to_thread(self._ledger.update_job, job_id, state="running", phase=phase)
+        await self._tell(job_id, "phase", {"phase": phase})
+        if self._on_phase is not None:
+            self._on_phase(job_id, phase)
+
+    async def _progress(self, job_id: str, data: JsonObject) -> None:
+        await self._tell(job_id, "progress", data)
+
+    async def _beat(self, job_id: str) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            await asyncio.to_thread(self._ledger.update_job, job_id)
+
+    async def _end(self, job_id: str, result: TrainResult) -> None:
+        async with self._changed:
+            await asyncio.to_thread(self._ledger.update_job, job_id, state=result.status.value, phase="done", result=result)
+            await asyncio.to_thread(self._ledger.append_event, job_id, "end", {"result": result.model_dump(mode="json")})
+            self._changed.notify_all()
+        if self._on_phase is not None:
+            self._on_phase(job_id, "done")
+
+    async def _tell(self, job_id: str, kind: EventKind, data: JsonObject) -> None:
+        await asyncio.to_thread(self._ledger.append_event, job_id, kind, data)
+        async with self._changed:
+            self._changed.notify_all()
+
+
+def _result(job: TrainJob, request: GrpoJob | SftJob, outcome: Outcome) -> TrainResult:
+    return TrainResult(
+        job_id=job.id,
+        policy=job.policy,
+        status=TrainStatus.no_update if outcome.reason else TrainStatus.trained,
+        reason=outcome.reason,
+        previous_step=outcome.previous_step,
+        step=outcome.step,
+        fates=outcome.fates,
+        metrics=outcome.metrics,
+        config=request.config.model_dump(mode="json"),
+        checkpoint=outcome.checkpoint,
+    )
