@@ -29,7 +29,7 @@ from ..errors import InvalidRequest, LedgerError, NotFound
 from ..records import Completion, JsonObject, ToolEvent, TrainResult, Trajectory, TrajectoryStatus
 from ..wire import CheckpointInfo, FailTrajectory, FinishTrajectory, JobPhase, JobState, RegisterModel, RewardUpdate, TrainEvent, TrainJob
 from . import ledger_completions, ledger_jobs, ledger_trajectories
-from .ledger_completions import Expansions
+from .ledger_expansion import Expansions
 from .ledger_jobs import EventKind
 from .ledger_schema import ProcessLock, check_reader, connect, prepare_writer, read_transaction
 from .ledger_writer import GroupCommitWriter

@@ -6,22 +6,20 @@ trajectory when the parent is absent or shares less). Of its prompt only `rest` 
 the whole ledger), and a row lists only the references after the base's first `message_prefix`; origin lineage likewise.
 So an N-turn rollout costs O(N) bytes. A root's prompt is a blob too: the rollouts of a group share it.
 
-Expanding a row walks its bases in a loop, not by recursion, and through a cache, so that reading a trajectory in order
-costs one step per row. A checksum over the expanded ids and the log-probabilities is compared on every read.
+A checksum over the expanded ids and the log-probabilities is compared on every read.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
 from ..errors import Conflict, InvalidRequest, LedgerError, TrajectoryStateError, UnknownTrajectory
 from ..records import ChatRequest, Completion, JsonObject
+from .ledger_expansion import Expanded, Expansions, pack_lineage
 from .ledger_tokens import (
     ID_BYTES,
     MAX_ID,
@@ -47,79 +45,6 @@ COLUMNS = (
 SELECT = f"SELECT {COLUMNS} FROM completions c LEFT JOIN trajectories t ON t.seq = c.trajectory "
 _BASES_TRIED = 4
 """Latest calls of a trajectory that are tried as base besides the parent: enough for a few interleaved agents."""
-_CACHE_BYTES = 32 * 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class Expanded:
-    """A row with its differences resolved. `ids` and `messages` are raw words and include what was sampled and the reply."""
-
-    id: str
-    ids: bytes
-    messages: bytes
-    lineage: dict[str, str]
-
-    def weight(self) -> int:
-        return len(self.ids) + len(self.messages) + 128 * (len(self.lineage) + 2)
-
-
-class Expansions:
-    """A bounded cache of expanded rows by seq. Valid for the connection whose rows it saw; `clear` after an undo."""
-
-    def __init__(self, limit_bytes: int = _CACHE_BYTES) -> None:
-        self._limit = limit_bytes
-        self._used = 0
-        self._rows: OrderedDict[int, Expanded] = OrderedDict()
-        self._blobs: OrderedDict[int, Any] = OrderedDict()
-
-    def clear(self) -> None:
-        self._used = 0
-        self._rows.clear()
-        self._blobs.clear()
-
-    def get(self, connection: sqlite3.Connection, seq: int) -> Expanded:
-        """The expanded row. Reads the uncached part of its chain of bases, oldest first."""
-        chain: list[tuple[Any, ...]] = []
-        base: int | None = seq
-        while base is not None and base not in self._rows:
-            row = connection.execute(
-                "SELECT seq, id, base, prefix, rest, rest_blob, tokens, message_prefix, messages, reply, lineage "
-                "FROM completions WHERE seq = ?",
-                (base,),
-            ).fetchone()
-            if row is None or (row[2] is not None and row[2] >= base):
-                raise LedgerError(
-                    f"the ledger is damaged: completion number {base}, on which another one builds, is missing or out of order"
-                )
-            chain.append(row)
-            base = row[2]
-        known = self._touch(base) if base is not None else None
-        for row in reversed(chain):
-            known = self.add(row[0], _expand(connection, row, known))
-        if known is None:
-            raise LedgerError(f"the ledger is damaged: completion number {seq} is missing")
-        return known
-
-    def add(self, seq: int, expanded: Expanded) -> Expanded:
-        self._rows[seq] = expanded
-        self._used += expanded.weight()
-        while self._used > self._limit and len(self._rows) > 1:
-            self._used -= self._rows.popitem(last=False)[1].weight()
-        return expanded
-
-    def json(self, connection: sqlite3.Connection, seq: int) -> Any:
-        """The parsed JSON of a blob. Readers share the value and must not change it: records are immutable."""
-        if seq in self._blobs:
-            self._blobs.move_to_end(seq)
-        else:
-            self._blobs[seq] = load_json(unpack_text(_blob(connection, seq)))
-            if len(self._blobs) > 4096:
-                self._blobs.popitem(last=False)
-        return self._blobs[seq]
-
-    def _touch(self, seq: int) -> Expanded:
-        self._rows.move_to_end(seq)
-        return self._rows[seq]
 
 
 def insert(connection: sqlite3.Connection, completion: Completion, expansions: Expansions) -> None:
@@ -132,8 +57,8 @@ def insert(connection: sqlite3.Connection, completion: Completion, expansions: E
     trajectory = _open_trajectory(connection, completion.trajectory_id)
     prompt, tokens = _raw_ids(completion.prompt_ids, completion.id), _raw_ids(completion.token_ids, completion.id)
     base = _choose_base(connection, completion.parent, trajectory, prompt, expansions)
-    messages = b"".join(ids_to_raw([_store_json(connection, message)]) for message in completion.request.messages)
-    reply = _store_json(connection, completion.message)
+    messages = b"".join(ids_to_raw([expansions.store_json(connection, message)]) for message in completion.request.messages)
+    reply = expansions.store_json(connection, completion.message)
     prefix, message_prefix, known = 0, 0, None
     if base is not None:
         known = expansions.get(connection, base)
@@ -141,7 +66,7 @@ def insert(connection: sqlite3.Connection, completion: Completion, expansions: E
     lineage = {str(index): source for index, source in completion.origin.lineage.items()}
     expanded = Expanded(completion.id, prompt + tokens, messages + ids_to_raw([reply]), lineage)
     logprobs, sampling_logprobs = floats_to_raw(completion.logprobs), floats_to_raw(completion.sampling_logprobs)
-    rest = pack_ids(prompt[prefix * ID_BYTES :])
+    rest = prompt[prefix * ID_BYTES :]
     seq = connection.execute(
         "INSERT INTO completions (id, call_id, trajectory, policy, policy_version, parent, created_at, base, prefix, rest, rest_blob, "
         "tokens, logprobs, sampling_logprobs, message_prefix, messages, reply, settings, meta, lineage, text_key, checksum) "
@@ -156,17 +81,17 @@ def insert(connection: sqlite3.Connection, completion: Completion, expansions: E
             completion.created_at,
             base,
             prefix,
-            rest if base is not None else None,
-            _store_blob(connection, rest) if base is None else None,
+            pack_ids(rest) if base is not None else None,
+            expansions.store_ids(connection, rest) if base is None else None,
             pack_ids(tokens),
             pack_floats(logprobs),
             None if sampling_logprobs == logprobs else pack_floats(sampling_logprobs),
             message_prefix,
             pack_ids(messages[message_prefix * ID_BYTES :]),
             reply,
-            _store_json(connection, _settings(completion.request)),
+            expansions.store_json(connection, _settings(completion.request)),
             pack_text(dump_json(_meta(completion))),
-            _pack_lineage(lineage, known),
+            pack_lineage(lineage, known),
             text_key(reply_text(completion.message)),
             _checksum(expanded.ids, logprobs, sampling_logprobs),
         ),
@@ -261,19 +186,6 @@ def _choose_base(
     return max(shared, key=shared.__getitem__, default=None)
 
 
-def _expand(connection: sqlite3.Connection, row: tuple[Any, ...], base: Expanded | None) -> Expanded:
-    (_, id_, _, prefix, rest, rest_blob, tokens, message_prefix, messages, reply, lineage) = row
-    try:
-        own = unpack_ids(rest if rest is not None else _blob(connection, rest_blob)) + unpack_ids(tokens)
-        listed = unpack_ids(messages) + ids_to_raw([reply])
-        if base is not None:
-            own = base.ids[: prefix * ID_BYTES] + own
-            listed = base.messages[: message_prefix * ID_BYTES] + listed
-        return Expanded(id_, own, listed, _unpack_lineage(lineage, base))
-    except ValueError as error:
-        raise LedgerError(f"completion {id_} in the ledger is damaged: {error}") from error
-
-
 def _decode(connection: sqlite3.Connection, row: tuple[Any, ...], expansions: Expansions) -> Completion:
     (seq, id_, call_id, trajectory_id, policy, policy_version, parent, created_at) = row[:8]
     (tokens, logprobs, sampling_logprobs, reply, settings, meta, checksum) = row[8:]
@@ -324,32 +236,6 @@ def _meta(completion: Completion) -> dict[str, Any]:
     return meta
 
 
-def _default_lineage(base: Expanded | None) -> dict[str, str]:
-    """What a call that continues `base` has: the base's own lineage, and the base as source of its reply."""
-    return {} if base is None else {**base.lineage, str(len(base.messages) // ID_BYTES - 1): base.id}
-
-
-def _pack_lineage(lineage: dict[str, str], base: Expanded | None) -> bytes | None:
-    """None for the default, else the shorter of the whole map and its difference to the default."""
-    default = _default_lineage(base)
-    if lineage == default:
-        return None
-    changed = {index: source for index, source in lineage.items() if default.get(index) != source}
-    difference = {"set": changed, "unset": [index for index in default if index not in lineage]}
-    return pack_text(min(dump_json({"all": lineage}), dump_json(difference), key=len))
-
-
-def _unpack_lineage(packed: bytes | None, base: Expanded | None) -> dict[str, str]:
-    lineage = _default_lineage(base)
-    if packed is None:
-        return lineage
-    stored: dict[str, Any] = load_json(unpack_text(packed))
-    if "all" in stored:
-        return stored["all"]
-    unset = set(stored["unset"])
-    return {**{index: source for index, source in lineage.items() if index not in unset}, **stored["set"]}
-
-
 def _checksum(ids: bytes, logprobs: bytes, sampling_logprobs: bytes) -> int:
     return zlib.crc32(sampling_logprobs, zlib.crc32(logprobs, zlib.crc32(ids)))
 
@@ -375,26 +261,3 @@ def _is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def _store_json(connection: sqlite3.Connection, value: object) -> int:
-    return _store_blob(connection, pack_text(dump_json(value)))
-
-
-def _store_blob(connection: sqlite3.Connection, data: bytes) -> int:
-    """The number of the one blob with this content. zlib is deterministic within a process; another build only stores a second copy."""
-    digest = blake2b(data, digest_size=16).digest()
-    row = connection.execute("SELECT seq FROM blobs WHERE hash = ?", (digest,)).fetchone()
-    if row is not None:
-        return int(row[0])
-    seq = connection.execute("INSERT INTO blobs (hash, data) VALUES (?, ?)", (digest, data)).lastrowid
-    if seq is None:
-        raise LedgerError("a blob got no row number from SQLite")
-    return seq
-
-
-def _blob(connection: sqlite3.Connection, seq: int | None) -> bytes:
-    row = connection.execute("SELECT data FROM blobs WHERE seq = ?", (seq,)).fetchone()
-    if row is None:
-        raise ValueError(f"its blob {seq} is missing")
-    return bytes(row[0])

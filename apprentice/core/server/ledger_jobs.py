@@ -90,7 +90,7 @@ def update_job(
         update={"state": state or before.state, "phase": phase or before.phase, "result": result if result is not None else before.result}
     )
     if before.state in TERMINAL:
-        if wanted != before:
+        if wanted.model_dump_json() != before.model_dump_json():
             raise Conflict(f"train job {job_id} has ended as {before.state} and cannot change any more", param="state")
         return before
     connection.execute(

@@ -190,7 +190,7 @@ class ProcessLock:
             self._owner.write_text(str(os.getpid()))
         except OSError as error:
             self._lock.release()
-            raise LedgerFull(f"the file {self._owner} could not be written: {error}") from error
+            raise LedgerError(f"the file {self._owner} could not be written: {error}") from error
 
     def release(self) -> None:
         self._owner.unlink(missing_ok=True)

@@ -1,9 +1,10 @@
 """Exact, compact bytes for what the ledger stores: token ids, log-probabilities, JSON. Knows no database and no records.
 
 Numbers are held as little-endian words ("raw" bytes) and packed by byte plane: all lowest bytes first, then all second
-bytes, and so on, with the planes that are zero throughout left out, then zlib where that helps; every `unpack_*` and `load_json` raises ValueError for bytes that are not its own. Token ids of a 49k
+bytes, and so on, with the planes that are zero throughout left out, then zlib where that helps. Token ids of a 49k
 vocabulary take at most two bytes each; log-probabilities are stored as float32 when every value is exactly one (engines
-compute in float32), else as float64, so that what comes back is bit for bit what was recorded, NaN included.
+compute in float32), else as float64, so that what comes back is bit for bit what was recorded, NaN included. Every
+`unpack_*` and `load_json` raises ValueError for bytes that are not its own.
 """
 
 from __future__ import annotations
