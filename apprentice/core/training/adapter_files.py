@@ -16,7 +16,7 @@ import torch
 from pydantic import ValidationError
 
 from ..config import AdapterConfig
-from ..errors import CheckpointCorrupt, ConfigError
+from ..errors import CheckpointCorrupt, ConfigError, InfrastructureError
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -34,8 +34,9 @@ _PLAIN_INITS = (None, True, False, "gaussian", "orthogonal", "eva")
 def write_adapter(folder: Path, peft_config: Any, parameters: Mapping[str, torch.Tensor]) -> None:
     """Write an adapter. `parameters` under their PEFT file names; weights are stored in their own dtype.
 
-    The list of targets is sorted, so that equal adapters give equal files.
+    The list of targets is sorted, so that equal adapters give equal files. Raises InfrastructureError when the disk is full.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -44,7 +45,10 @@ def write_adapter(folder: Path, peft_config: Any, parameters: Mapping[str, torch
     config.target_modules = sorted(config.target_modules)
     config.save_pretrained(str(folder))
     tensors = {key: parameter.detach().cpu().contiguous() for key, parameter in parameters.items()}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    try:
+        save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise InfrastructureError(f"the adapter could not be written to {folder} ({error})") from error
 
 
 def read_adapter(folder: Path) -> tuple[AdapterConfig, dict[str, torch.Tensor]]:

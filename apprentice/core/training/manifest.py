@@ -79,13 +79,36 @@ def verify_manifest(folder: Path, fail: Callable[[str], Exception], *, contents:
 
 def write_durably(path: Path, text: str) -> None:
     """Write a small text file so that after a crash either the old or the new content is there, never a part."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(temporary_name(path.name))
     with temporary.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(path)
     sync_folder(path.parent)
+
+
+def temporary_name(name: str) -> str:
+    """A name for a file or folder that is being written, from which `is_abandoned` can tell whether its writer still runs."""
+    pid = os.getpid()
+    return f".tmp-{name}-{pid}-{_started(pid)}"
+
+
+def is_abandoned(path: Path) -> bool:
+    """Whether a path named by `temporary_name` belongs to a process that is gone (killed, or the machine restarted)."""
+    pid, _, started = path.name.rpartition("-")
+    pid = pid.rpartition("-")[2]
+    return path.name.startswith(".tmp-") and not (pid.isdigit() and started == str(_started(int(pid))))
+
+
+def _started(pid: int) -> int | None:
+    """When a process began, in hundredths of a second since 1970 (process ids are used again); None if there is none."""
+    import psutil
+
+    try:
+        return round(psutil.Process(pid).create_time() * 100)
+    except psutil.NoSuchProcess:
+        return None
 
 
 def sync_tree(folder: Path) -> None:

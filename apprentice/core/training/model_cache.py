@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ConfigError, DeadlineExceeded, ModelRefused
-from .manifest import MANIFEST, sha256_file, sync_tree, verify_manifest, write_durably, write_manifest
+from .manifest import MANIFEST, sha256_file, sync_tree, temporary_name, verify_manifest, write_durably, write_manifest
 
 _LOCK_SECONDS = 1800.0
 _log = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ def _usable(folder: Path) -> bool:
 def _convert_into(gguf: Path, sha256: str, folder: Path) -> None:
     for stale in folder.parent.glob(f".tmp-{folder.name}-*"):
         shutil.rmtree(stale)
-    temporary = folder.parent / f".tmp-{folder.name}-{os.getpid()}"
+    temporary = folder.parent / temporary_name(folder.name)
     temporary.mkdir()
     try:
         _convert(gguf, temporary)
