@@ -7,7 +7,8 @@ is atomic and knows its job, sync and canary only read. The step that is served 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+import threading
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -27,7 +28,7 @@ SYNC_SECONDS = 600.0
 """Deadline of loading a new adapter into the engine."""
 
 Enter = Callable[[JobPhase], Awaitable[None]]
-Progress = Callable[[JsonObject], Awaitable[None]]
+Progress = Callable[[JsonObject], Coroutine[None, None, None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,11 @@ class JobSteps:
     def __init__(self, ledger: Ledger, policies: Policies) -> None:
         self._ledger = ledger
         self._policies = policies
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """Let the training thread end at its next progress report; what it did is thrown away."""
+        self._stopping.set()
 
     async def run(self, job_id: str, request: GrpoJob | SftJob, enter: Enter, progress: Progress) -> Outcome:
         """The whole job. Any exception means that nothing changed for those who sample, once `undo` has run."""
@@ -100,7 +106,7 @@ class JobSteps:
             if example is None:
                 return Outcome(runtime.step, runtime.step, reason="none of the trajectories has a sampled turn to learn from")
         rows = [*canary_rows(runtime.base), [*example.prompt_ids, *example.token_ids][-MAX_ROW:]]
-        report = _threadsafe(progress)
+        report = self._threadsafe(progress)
         await enter("forward_backward")
         engine, trainer = runtime.base.engine, runtime.trainer
         await engine.pause()
@@ -119,6 +125,17 @@ class JobSteps:
             reason = "the gradient was too small to move any weight"
             return Outcome(runtime.step, runtime.step, fates, metrics, reason=reason)
         return _Trained(StepOutcome(metrics=metrics, moved=True), fates, rows, old)
+
+    def _threadsafe(self, progress: Progress) -> Callable[[JsonObject], None]:
+        """For the training thread: hand a report to the event loop and go on, or end here if the server stops."""
+        loop = asyncio.get_running_loop()
+
+        def report(data: JsonObject) -> None:
+            if self._stopping.is_set():
+                raise TrainJobFailed("the server is stopping; the job goes on when it starts again")
+            asyncio.run_coroutine_threadsafe(progress(data), loop)
+
+        return report
 
     def _grpo_batch(self, runtime: PolicyRuntime, request: GrpoJob) -> Batch:
         return build_batch(load_groups(self._ledger, request), request.config, context_length=runtime.base.host.context_length)
@@ -178,20 +195,3 @@ def _nothing_to_train(batch: Batch) -> str:
     counts = {fate: list(batch.fates.values()).count(fate) for fate in dict.fromkeys(batch.fates.values())}
     listed = ", ".join(f"{count} {fate.value}" for fate, count in counts.items())
     return f"none of {len(batch.fates)} trajectories gives a gradient ({listed})"
-
-
-def _threadsafe(progress: Progress) -> Callable[[JsonObject], None]:
-    """For the training thread: hand a progress report to the event loop and go on."""
-    loop = asyncio.get_running_loop()
-    pending: set[asyncio.Task[None]] = set()
-
-    def start(data: JsonObject) -> None:
-        task = loop.create_task(_as_coroutine(progress, data))
-        pending.add(task)
-        task.add_done_callback(pending.discard)
-
-    return lambda data: loop.call_soon_threadsafe(start, data) and None
-
-
-async def _as_coroutine(progress: Progress, data: JsonObject) -> None:
-    await progress(data)

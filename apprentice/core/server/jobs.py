@@ -54,6 +54,7 @@ class TrainJobs:
         self._wake.set()
 
     async def close(self) -> None:
+        self._steps.stop()
         if self._worker is not None:
             self._worker.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -71,7 +72,7 @@ class TrainJobs:
             id=new_id("job"), policy=request.policy, kind=request.kind, state="queued", phase="queued", created_at=now, updated_at=now
         )
         body = request.model_dump_json().encode()
-        known = await asyncio.to_thread(self._ledger.find_job, idempotency_key) if idempotency_key else None
+        known = await asyncio.to_thread(self._ledger.job_of_key, idempotency_key) if idempotency_key else None
         if known is None:
             await asyncio.to_thread(check_request, self._ledger, request)
             if request.on_busy == "refuse" and (busy := await self._unfinished()):
