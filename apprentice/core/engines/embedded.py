@@ -140,8 +140,12 @@ class EmbeddedEngine:
         await asyncio.wrap_future(self._scheduler.resume())
 
     async def close(self) -> None:
-        """End everything: open completions raise `EngineError`. Closing twice is fine."""
+        """End everything: open completions raise `EngineError`, and the adapters it loaded are dropped. Closing twice is fine."""
         await asyncio.wrap_future(self._scheduler.close())
+        leaving, self._loaded = self._loaded - {BASE}, {BASE}
+        for name in map(adapter_name, leaving):
+            if name is not None:
+                await asyncio.to_thread(self._host.drop_adapter, name)
 
     def _request(self, ids: Sequence[int], policy: PolicyVersion) -> tuple[Request, asyncio.Queue[Outcome]]:
         mailbox: asyncio.Queue[Outcome] = asyncio.Queue()
