@@ -21,6 +21,7 @@ MAX_ID = 2**32 - 1
 _ZLIB = 0x80
 _WORTH_COMPRESSING = 64
 _LEVEL = 6
+_ENCODER = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))
 
 
 def ids_to_raw(ids: Sequence[int]) -> bytes:
@@ -90,8 +91,7 @@ def common_prefix(left: bytes, right: bytes, width: int = ID_BYTES) -> int:
 
 def dump_json(value: object) -> bytes:
     """Canonical only in its separators: the order of keys is kept, since templates render it. Lone surrogates survive."""
-    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
-    return text.encode("utf-8", "surrogatepass")
+    return _ENCODER.encode(value).encode("utf-8", "surrogatepass")
 
 
 def load_json(raw: bytes) -> Any:
