@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from ..errors import ConfigError, ServerUnavailable
+from ..errors import ServerUnavailable
 from .api import ControlApi
 from .local_server import LocalServer, local_server, release
 from .transport import Limits, RetryPolicy, Transport
@@ -72,17 +71,24 @@ class RemoteBackend(_Closing):
 class LocalBackend(_Closing):
     """A server of one's own: a child process on a free loopback port with a random key, which ends when this process does.
 
-    `path` is its home (ledger, checkpoints, log); two backends of one process with the same home share one server.
-    `serve_args` are further options of `apprentice serve`, e.g. `["--device", "cpu"]`. `key` and address are made anew for every start.
+    `path` is its home (ledger, checkpoints, log); backends of one process with the same home share one server. The
+    other options are those of `apprentice serve`: `device` ("cpu", "cuda"), `dtype`, the bound of the KV cache in
+    tokens, and the CPU threads of torch; None leaves the choice to the server.
     """
 
     def __init__(
-        self, path: str | os.PathLike[str] = ".apprentice", *, serve_args: Sequence[str] = (), limits: Limits | None = None
+        self,
+        path: str | os.PathLike[str] = ".apprentice",
+        *,
+        device: str | None = None,
+        dtype: str | None = None,
+        kv_cache_tokens: int | None = None,
+        threads: int | None = None,
+        limits: Limits | None = None,
     ) -> None:
-        if isinstance(serve_args, str):
-            raise ConfigError(f"serve_args must be a list such as ['--device', 'cpu'], got {serve_args!r}", param="serve_args")
+        options = {"--device": device, "--dtype": dtype, "--kv-cache-tokens": kv_cache_tokens, "--threads": threads}
         self.home = Path(path).expanduser().absolute()
-        self._serve_args = tuple(serve_args)
+        self._serve_args = tuple(text for name, value in options.items() if value is not None for text in (name, str(value)))
         self._limits = limits
         self._server: LocalServer | None = None
         self._transport: Transport | None = None

@@ -115,7 +115,7 @@ class TrainingLoop:
             if getattr(self, name) < 1:
                 raise InvalidRequest(f"{name} must be at least 1, got {getattr(self, name)}", param=name)
         if self.group_size < 2:
-            raise InvalidRequest("group_size must be at least 2: the rollouts of a scenario are compared with each other", param="group_size")
+            raise InvalidRequest("group_size must be at least 2: rollouts are compared with each other", param="group_size")
 
     async def run(self) -> LoopResult:
         """Run to the end, from the start or from where the last run in `run_dir` was stopped."""
