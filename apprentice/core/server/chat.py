@@ -7,7 +7,7 @@ Nothing else in Apprentice knows how a model family writes a conversation. Decis
   These ids are prompt (never trained, honestly in `prompt_ids`); the message is read from them and what was sampled.
   A dialect that is not JSON gets an instruction instead, and a reply that disobeys says so in `parse_error`.
 - A model whose template knows no tools learns the Hermes syntax from its system message (`families.tool_prompt`).
-- `response_format` is an instruction in the system message, checked after sampling (`validate_response_format`).
+- `response_format` becomes a short instruction in the system message; the reply is checked after sampling, not constrained.
 """
 
 from __future__ import annotations
@@ -17,26 +17,57 @@ from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from hashlib import blake2b
+from typing import Any, NamedTuple
 
 from ..errors import InvalidRequest, ModelRefused
-from ..records import JsonObject
-from .chat_messages import ToolChoice, read_messages, read_tool_choice, read_tools
-from .chat_template import KnownTurn, Template
+from ..records import Completion, JsonObject
+from .chat_messages import ToolChoice, read_messages, read_tool_choice, read_tools, same_turn
+from .chat_template import Template
 from .families import syntax_named
 from .reply_stream import Detokenizer, Reply, ReplyReader, ReplyStream, StopCutter
 
-_END_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "<|eom_id|>", "<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<turn|>")
+_END_TOKENS = (
+    "<|endoftext|>",
+    "<|end_of_text|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<|eot_id|>",
+    "<end_of_turn>",
+    "<turn|>",
+    "<|tool_response>",
+    "<|observation|>",
+)
 """Special tokens that end a turn in some family. Sampling one never belongs to an answer, so all that exist stop it."""
 _CACHED_TEXTS = 512
 
 
+class Context(NamedTuple):
+    """A sequence of ids in short: equal ids have equal contexts."""
+
+    length: int
+    digest: bytes
+
+
+def contexts(ids: Sequence[int], lengths: Sequence[int]) -> list[Context]:
+    """The contexts of the first n ids, for every n in `lengths` (ascending), in one pass."""
+    raw, digest, done = array("q", ids).tobytes(), blake2b(digest_size=16), 0
+    found: list[Context] = []
+    for length in lengths:
+        digest.update(raw[8 * done : 8 * length])
+        done = length
+        found.append(Context(length, digest.copy().digest()))
+    return found
+
+
 @dataclass(frozen=True, slots=True)
 class SampledTurn:
-    """An assistant turn as it stood in the context: the forced beginning, if any, and the sampled ids."""
+    """An assistant turn as it stood in a context: the forced beginning of the reply and what was sampled."""
 
     token_ids: Sequence[int]
     thinks: bool = False
+    context: Context | None = None
+    """What stood before the turn; decides between turns that read alike. None: not known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,10 +75,10 @@ class Rendered:
     """A prompt, and which of the known turns did not enter it as ids."""
 
     prompt_ids: list[int]
-    turn_starts: dict[int, int]
-    """Message index of a known turn → where its ids begin in `prompt_ids`."""
-    thinking_stripped: frozenset[int]
-    misplaced: frozenset[int]
+    turns: dict[int, tuple[int, int]]
+    """Message index of a known turn → (where its ids begin in `prompt_ids`, which of its candidates was taken)."""
+    thinking_stripped: frozenset[int] = frozenset()
+    misplaced: frozenset[int] = frozenset()
 
 
 class ChatCodec:
@@ -92,26 +123,115 @@ class ChatCodec:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]],
         tool_choice: object,
-        known: Mapping[int, SampledTurn],
+        known: Mapping[int, Sequence[SampledTurn]],
         *,
         response_format: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """Like `render`; the assistant messages in `known` (by index) enter as the ids given, wherever the template shows them."""
+        """Like `render`; an assistant message in `known` (by index) enters as ids, wherever the template shows the turn as it was.
+
+        Of several candidates for one message the one sampled in exactly this context is taken, else the first.
+        """
         read, shown, choice = self._read(messages, tools, tool_choice)
-        facts = {i: KnownTurn(t.thinks, bool(t.token_ids) and t.token_ids[-1] == self.end_of_turn_id) for i, t in known.items()}
         note = "\n\n".join(part for part in (self._demand(choice), format_instruction(response_format)) if part)
-        layout = self._template.layout(read, shown, facts, note)
+        layout = self._template.layout(read, shown, {index: turns[0].thinks for index, turns in known.items()}, note)
         ids: list[int] = []
-        starts: dict[int, int] = {}
+        placed: dict[int, tuple[int, int]] = {}
+        end_of_turn = ""
         for part in layout.parts:
-            if isinstance(part, int):
-                starts[part] = len(ids)
-                ids.extend(known[part].token_ids)
-            else:
-                ids.extend(self._encode(part))
-        if prefix := self.forced_prefix(tools, tool_choice):
-            ids.extend(self._encode(prefix))
-        return Rendered(ids, starts, layout.stripped, layout.misplaced)
+            if isinstance(part, str):
+                ids.extend(self._encode_part(end_of_turn + part))
+                continue
+            taken = _fitting(known[part], ids)
+            turn = known[part][taken].token_ids
+            placed[part] = (len(ids), taken)
+            ids.extend(turn)
+            end_of_turn = "" if turn and turn[-1] == self.end_of_turn_id else self._template.end_of_turn
+        ids.extend(self._encode(self.forced_prefix(tools, tool_choice)))  # never joined with what is before it: see turn_of
+        return Rendered(ids, placed, layout.stripped, layout.misplaced)
+
+    def demonstration(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> list[tuple[list[int], list[int]]]:
+        """(prompt ids, ids to imitate) of every assistant message without `"train": false`, as the template writes it.
+
+        The ids end with the end-of-turn token. Turn k+1's prompt begins with turn k's prompt and ids wherever the template
+        lets turns stand. Raises `InvalidRequest` if an assistant message comes first or the template cannot show one.
+        """
+        read, shown = read_messages(messages), read_tools(tools)
+        pairs: list[tuple[list[int], list[int]]] = []
+        known: dict[int, list[SampledTurn]] = {}
+        for index, message in enumerate(read):
+            if message["role"] != "assistant":
+                continue
+            if index == 0:
+                raise InvalidRequest("a demonstration must not begin with an assistant message", param="messages[0]")
+            if len(message.get("tool_calls", ())) > 1 and not self._template.parallel_calls:
+                raise InvalidRequest("this model's chat template takes one tool call per message", param=f"messages[{index}].tool_calls")
+            prompt_ids = self.render_known(messages[:index], tools, None, known).prompt_ids
+            written = self._template.turn(read[: index + 1], shown)
+            token_ids = [*self._encode(written), self.end_of_turn_id]
+            turn_ids = [*self._encode(self._template.think_prefix), *token_ids]
+            known[index] = [SampledTurn(turn_ids, self._thinks(turn_ids))]
+            if messages[index].get("train") is not False:
+                pairs.append((prompt_ids, token_ids))
+        return pairs
+
+    def check_round_trip(self) -> tuple[str, ...]:
+        """Write sample replies as the model would, read them back; returns the new warnings (they join `warnings`).
+
+        Raises `ModelRefused` if even plain text does not come back.
+        """
+        found: list[str] = []
+        for messages, tools in samples():
+            expected: dict[str, Any] = messages[-1]
+            if len(expected.get("tool_calls", ())) > 1 and not self._template.parallel_calls:
+                continue
+            try:
+                token_ids = self.demonstration(messages, tools)[-1][1]
+            except InvalidRequest as error:
+                found.append(f"the chat template cannot write a sample reply: {error}")
+                continue
+            reply = self.parse(token_ids, tools)
+            if reply.parse_error is None and same_turn(expected, reply.message):
+                continue
+            what = f"{len(expected['tool_calls'])} tool call(s)" if "tool_calls" in expected else "plain text"
+            if "tool_calls" not in expected:
+                raise ModelRefused("the model's chat template writes plain text in a form that cannot be read back as that text")
+            found.append(f"a reply with {what} is not read back as it is written ({reply.parse_error or 'it reads otherwise'})")
+        self.warnings.extend(found)
+        return tuple(found)
+
+    def turn_of(self, completion: Completion) -> SampledTurn:
+        """A recorded reply as a turn: what its prompt already had of it (opened reasoning, a forced call) and what was sampled."""
+        request = completion.request
+        prefix = [
+            *self._encode(self._template.think_prefix),
+            *self._encode(self.forced_prefix(request.tools, request.tool_choice)),
+        ]
+        cut = len(completion.prompt_ids) - len(prefix)
+        if list(completion.prompt_ids[max(cut, 0) :]) != prefix:
+            prefix, cut = [], len(completion.prompt_ids)
+        turn = array("l", [*prefix, *completion.token_ids])
+        return SampledTurn(turn, self._thinks(turn), contexts(completion.prompt_ids, [cut])[0])
+
+    def reads_as_recorded(self, completion: Completion) -> bool:
+        """Whether these ids mean here what they meant when they were recorded: false for another base model's tokenizer."""
+        request = completion.request
+        stream = self.stream(request.tools, tool_choice=request.tool_choice, stop=completion.sampling.stop)
+        stream.feed(completion.token_ids)
+        stream.finish()
+        return same_turn(completion.message, stream.reply().message)
+
+    def _encode_part(self, text: str) -> list[int]:
+        """Opened reasoning at the prompt's end is encoded apart, so that it can be told from the rest of the prompt."""
+        prefix = self._template.think_prefix
+        if prefix and text.endswith(self._template.header + prefix):
+            return [*self._encode(text.removesuffix(prefix)), *self._encode(prefix)]
+        return list(self._encode(text))
+
+    def _thinks(self, turn_ids: Sequence[int]) -> bool:
+        think = self._template.think
+        return think is not None and think.open in self.text(turn_ids)
 
     def reply_prefix(self, tools: Sequence[Mapping[str, Any]] = (), tool_choice: object = None) -> str:
         """The part of the reply that already stands at the prompt's end: opened reasoning, a forced call, or nothing."""
@@ -184,6 +304,41 @@ class ChatCodec:
         return frozenset((special - kept) | set(self.stop_token_ids))
 
 
+def _fitting(turns: Sequence[SampledTurn], ids: list[int]) -> int:
+    """Which of the candidates was sampled after exactly these ids; the first if none was."""
+    if len(turns) == 1:
+        return 0
+    (here,) = contexts(ids, [len(ids)])
+    return next((at for at, turn in enumerate(turns) if turn.context == here), 0)
+
+
+def samples() -> list[tuple[list[JsonObject], list[JsonObject]]]:
+    """Conversations whose last message every model must be able to write: text, one tool call, two in parallel."""
+    tool: JsonObject = {
+        "type": "function",
+        "function": {
+            "name": "get_weather",
+            "description": "The weather in a city.",
+            "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
+        },
+    }
+
+    def turn(content: str, *cities: str) -> JsonObject:
+        calls: list[Any] = [
+            {"id": f"call_{i}", "type": "function", "function": {"name": "get_weather", "arguments": json.dumps({"city": city})}}
+            for i, city in enumerate(cities)
+        ]
+        return {"role": "assistant", "content": content, **({"tool_calls": calls} if calls else {})}
+
+    user: JsonObject = {"role": "user", "content": "Hello"}
+    return [
+        ([user, turn("It is 20 °C, I think.")], []),
+        ([user, turn("It is 20 °C, I think.")], [tool]),
+        ([user, turn("", "Paris")], [tool]),
+        ([user, turn("", "Paris", "Rome")], [tool]),
+    ]
+
+
 def _encoder(tokenizer: Any) -> Callable[[str], array[int]]:
     """Text → ids without added tokens. The Rust tokenizer is called directly: the wrapper is not safe across threads."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -195,51 +350,17 @@ def _encoder(tokenizer: Any) -> Callable[[str], array[int]]:
 
 
 def format_instruction(response_format: Mapping[str, Any] | None) -> str:
-    """What the model is told about `response_format`. Raises `InvalidRequest` for an unknown type or a broken schema."""
-    schema = _schema_of(response_format)
-    if schema is None:
-        return ""
-    if not schema:
-        return "Answer with one JSON object and nothing else."
-    written = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
-    return f"Answer with one JSON value and nothing else. It must match this JSON schema:\n{written}"
-
-
-def _schema_of(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """None: any text; empty: any JSON object."""
+    """What the model is told about `response_format`. The reply is checked elsewhere, after sampling."""
     kind = None if response_format is None else response_format.get("type")
     if response_format is None or kind == "text":
-        return None
+        return ""
     if kind == "json_object":
-        return {}
+        return "Answer with one JSON object and nothing else."
     body = response_format.get("json_schema")
     schema = body.get("schema") if kind == "json_schema" and isinstance(body, Mapping) else None
-    if not isinstance(schema, Mapping):
+    if schema is None:
         raise InvalidRequest(
             f"response_format must be text, json_object or a json_schema with a schema, got {kind!r}", param="response_format"
         )
-    import jsonschema
-
-    try:
-        jsonschema.validators.validator_for(schema).check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise InvalidRequest(f"response_format's schema is no JSON schema: {error.message}", param="response_format") from error
-    return schema
-
-
-def validate_response_format(message: JsonObject, response_format: Mapping[str, Any] | None) -> str | None:
-    """Why the reply breaks the format that was asked for, or None. A reply that calls tools is not held to it."""
-    schema = _schema_of(response_format)
-    if schema is None or message.get("tool_calls"):
-        return None
-    try:
-        value = json.loads(str(message.get("content") or ""))
-    except (ValueError, RecursionError) as error:
-        return f"the reply is not JSON: {error}"
-    if not schema:
-        return None if isinstance(value, dict) else f"the reply is a JSON {type(value).__name__}, expected an object"
-    import jsonschema
-
-    validator = jsonschema.validators.validator_for(schema)(schema)
-    error = next(iter(sorted(validator.iter_errors(value), key=lambda found: str(found.json_path))), None)
-    return None if error is None else f"the reply breaks the schema at {error.json_path}: {error.message}"
+    written = json.dumps(schema, ensure_ascii=False, separators=(",", ":"))
+    return f"Answer with one JSON value and nothing else. It must match this JSON schema:\n{written}"

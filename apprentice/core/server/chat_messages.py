@@ -155,3 +155,30 @@ def read_tool_choice(choice: object, tools: Sequence[JsonObject]) -> ToolChoice:
     if name not in names:
         raise InvalidRequest(f"tool_choice names {name!r}, which is not among the request's tools", param="tool_choice")
     return ToolChoice("required", name)
+
+
+def same_turn(sent: Mapping[str, Any], recorded: Mapping[str, Any]) -> bool:
+    """Whether an assistant message that a client sent back is the recorded one.
+
+    Clients trim text, drop text beside tool calls, and write arguments anew; none of that changes what was said.
+    """
+    try:
+        ours, theirs = read_messages([recorded])[0], read_messages([sent])[0]
+    except InvalidRequest:
+        return False
+    mine, its = ours.get("tool_calls", ()), theirs.get("tool_calls", ())
+    if len(mine) != len(its) or not all(_same_call(a["function"], b["function"]) for a, b in zip(mine, its, strict=True)):
+        return False
+    said, echoed = ours["content"].strip(), theirs["content"].strip()
+    return said == echoed or bool(mine and not echoed)
+
+
+def _same_call(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    if one["name"] != other["name"]:
+        return False
+    if one["arguments"] == other["arguments"]:
+        return True
+    try:
+        return json.loads(one["arguments"]) == json.loads(other["arguments"])
+    except (ValueError, RecursionError):
+        return False

@@ -46,16 +46,6 @@ class Layout:
     """Known turns that the template does not show as a turn of its own; they are text in `parts`."""
 
 
-@dataclass(frozen=True, slots=True)
-class KnownTurn:
-    """What `Template.layout` must know of a turn that is replaced by ids."""
-
-    thinks: bool
-    """Its ids hold reasoning."""
-    ended: bool
-    """Its ids end with the template's own end-of-turn token."""
-
-
 class Template:
     """The chat template of `tokenizer`. Raises `ModelRefused` if there is none or it cannot render a plain conversation."""
 
@@ -70,9 +60,11 @@ class Template:
         self._today = time.strftime("%d %b %Y")
         self.think: ThinkTags | None = think_tags(template)
         self.warnings: list[str] = []
+        self.knows_tools = self.carries_text = self.carries_calls = False
         self._probe_roles()
         self._probe_turn()
         self.syntax: ToolSyntax = self._probe_tools()
+        self._probe_carrying()
 
     def text(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[JsonObject] = (), *, generation: bool = True, note: str = ""
@@ -80,42 +72,69 @@ class Template:
         """Canonical messages → the prompt's text. `note` is added to the system message. Raises `InvalidRequest`."""
         return self._render(self._adapt(messages, tools, note), tools if self.knows_tools else (), generation)
 
+    def turn(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[JsonObject] = ()) -> str:
+        """The last message, an assistant's, as the model would write it after the prompt, without the end-of-turn token.
+
+        Raises `InvalidRequest` where the template does not show it after the prompt that leads to it.
+        """
+        prompt = self.text(messages[:-1], tools)
+        whole = self.text(messages, tools, generation=False)
+        before = prompt.removesuffix(self.think_prefix)
+        if whole.startswith(prompt):
+            written = whole[len(prompt) :]
+        elif whole.startswith(before) and self.think is not None:  # the prompt opens reasoning that the history does not show
+            body = whole[len(before) :]
+            thought = str(messages[-1].get("reasoning_content") or "")
+            if body.startswith(self.think.open):
+                written = body.removeprefix(self.think.open).lstrip("\n")
+            elif self.think.close in self.think_prefix:
+                written = body
+            else:
+                written = f"{thought}\n{self.think.close}\n\n{body}"
+        else:
+            raise InvalidRequest("this model's chat template does not show the assistant message where the prompt ends", param="messages")
+        at = written.rfind(self.end_of_turn)
+        return written[:at] if at >= 0 else written
+
     def layout(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[JsonObject],
-        known: Mapping[int, KnownTurn],
-        note: str = "",
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[JsonObject], known: Mapping[int, bool], note: str = ""
     ) -> Layout:
-        """Like `text`, with the known turns cut out. What the template strips or hides is rendered as text instead."""
+        """Like `text`, with the known turns (message index → whether its ids hold reasoning) cut out, end-of-turn token included.
+
+        A turn whose reasoning the template strips, or that it does not show as a turn of its own, is rendered as text.
+        """
         stripped: set[int] = set()
-        misplaced: set[int] = set()
+        misplaced = {index for index in known if not self._can_carry(messages, index)}
         while True:
-            open_turns = {index: turn for index, turn in known.items() if index not in stripped | misplaced}
-            marks = {index: _Marks.fresh() for index in open_turns}
-            marked = [self._marked(message, marks.get(index)) for index, message in enumerate(messages)]
-            text = self.text(marked, tools, note=note)
-            lost = {index for index, turn in open_turns.items() if turn.thinks and marks[index].thought not in text}
+            marks = {index: _Marks.fresh() for index in known if index not in stripped | misplaced}
+            text = self.text([self._marked(message, marks.get(index)) for index, message in enumerate(messages)], tools, note=note)
+            lost = {index for index in marks if known[index] and marks[index].thought not in text}
             stripped |= lost
-            parts, hidden = self._cut(text, {i: m for i, m in marks.items() if i not in lost}, open_turns)
+            parts, hidden = self._cut(text, {index: mark for index, mark in marks.items() if index not in lost})
             misplaced |= hidden
             if not lost and not hidden:
                 return Layout(tuple(parts), frozenset(stripped), frozenset(misplaced))
 
-    def _cut(self, text: str, marks: Mapping[int, _Marks], known: Mapping[int, KnownTurn]) -> tuple[list[str | int], set[int]]:
+    def _can_carry(self, messages: Sequence[Mapping[str, Any]], index: int) -> bool:
+        near = [messages[at]["role"] for at in (index - 1, index + 1) if 0 <= at < len(messages)]
+        merged = not self.repeated_roles and "assistant" in near
+        return not merged and (self.carries_calls if messages[index].get("tool_calls") else self.carries_text)
+
+    def _cut(self, text: str, marks: Mapping[int, _Marks]) -> tuple[list[str | int], set[int]]:
         parts: list[str | int] = []
         hidden: set[int] = set()
         cursor = 0
         for index in sorted(marks):
             found = [(at, at + len(mark)) for mark in marks[index].all() if (at := text.find(mark, cursor)) >= 0]
-            first, last = (min(found)[0], max(found)[1]) if found else (-1, -1)
+            first, last = (min(found)[0], max(end for _, end in found)) if found else (-1, -1)
             header = text.rfind(self.header, cursor, first) if found else -1
             end = text.find(self.end_of_turn, last) if found else -1
-            if header < 0 or end < 0:
+            start = header + len(self.header)
+            if header < 0 or end < 0 or self.end_of_turn in text[start:first]:
                 hidden.add(index)
                 continue
-            parts += [text[cursor : header + len(self.header)], index]
-            cursor = end + (len(self.end_of_turn) if known[index].ended else 0)
+            parts += [text[cursor:start], index]
+            cursor = end + len(self.end_of_turn)
         parts.append(text[cursor:])
         return parts, hidden
 
@@ -222,6 +241,8 @@ class Template:
             dialogue = self._raw([_USER, {"role": "assistant", "content": "answer_sentinel"}, {"role": "user", "content": "next_sentinel"}])
         except _FAILURES as error:
             raise ModelRefused(f"the model's chat template cannot render a plain conversation: {error}") from error
+        if not prompt.startswith(plain):  # some templates end a finished conversation with the end-of-text token
+            plain = plain.removesuffix(self._tokenizer.eos_token or "")
         if not prompt.startswith(plain) or "answer_sentinel" not in dialogue:
             raise ModelRefused("the model's chat template does not open an assistant turn after a user's message")
         generation = prompt[len(plain) :]
@@ -249,9 +270,34 @@ class Template:
                 return syntax
         if "tool_calls" in self._source:
             self.warnings.append(
-                "the chat template has tool calls of its own, but in a syntax that cannot be read back; tools are taught by a Hermes-style prompt"
+                "the chat template writes tool calls in a syntax that cannot be read back; tools are taught by a Hermes-style prompt instead"
             )
         return HERMES
+
+    def _probe_carrying(self) -> None:
+        """Whether turns can be cut out of the rendered text without losing what is between them, as text and as tool calls."""
+        answer, following = {"role": "assistant", "content": "answer"}, {"role": "user", "content": "next_sentinel"}
+        call = _probe_call("probe_tool", as_text=True)
+        calling = {"role": "assistant", "content": "", "tool_calls": [call]}
+        self.carries_text = self.carries_calls = True
+        carries_text = self._carries([_USER, answer, following, answer, following], ["next_sentinel"] * 2)
+        dialogue = [_USER, calling, *_results([call]), calling, *_results([call]), answer, following]
+        self.carries_calls = self._carries(dialogue, ["result_sentinel", "result_sentinel", "next_sentinel"])
+        self.carries_text = carries_text
+        if not self.carries_text or not self.carries_calls:
+            kind = "tool-calling turns" if self.carries_text else "earlier turns"
+            self.warnings.append(
+                f"the chat template does not let {kind} stand as they were sampled; they are rendered anew, and rows branch"
+            )
+
+    def _carries(self, messages: Sequence[Mapping[str, Any]], between: Sequence[str]) -> bool:
+        known = {index: False for index, message in enumerate(messages) if message["role"] == "assistant"}
+        try:
+            layout = self.layout(messages, [_PROBE_TOOL], known)
+        except InvalidRequest:
+            return False
+        texts = [part for part in layout.parts if isinstance(part, str)][1:]
+        return len(texts) == len(between) and all(wanted in text for wanted, text in zip(between, texts, strict=True))
 
     def _try_tools(self, as_text: bool) -> ToolSyntax | None:
         call = _probe_call("probe_tool", as_text)
@@ -296,9 +342,7 @@ def _probe_call(name: str, as_text: bool) -> dict[str, Any]:
 
 
 def _results(calls: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    return [
-        {"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "result_sentinel"} for call in calls
-    ]
+    return [{"role": "tool", "tool_call_id": call["id"], "name": call["function"]["name"], "content": "result_sentinel"} for call in calls]
 
 
 def _reasoning(message: Mapping[str, Any]) -> dict[str, Any]:

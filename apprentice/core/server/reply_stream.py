@@ -12,7 +12,7 @@ a Unicode character. Nothing is lost: what does not parse is content, and `parse
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -37,10 +37,11 @@ class Detokenizer:
     """Text of ids as they come. Special tokens vanish, except those in `keep`. Bytes that are no UTF-8 become U+FFFD."""
 
     def __init__(self, tokenizer: Any, hidden: frozenset[int]) -> None:
-        self._tokenizer = tokenizer
+        self._decode = _decoder(tokenizer)
         self._hidden = hidden
         self._window: list[int] = []
         self._read = 0
+        self._read_text = ""
 
     def push(self, token_id: int) -> str:
         """The text that became certain with this id."""
@@ -50,22 +51,25 @@ class Detokenizer:
         text = self._decode(self._window)
         if text.endswith(_REPLACEMENT) and len(self._window) - self._read < _LONGEST_CHARACTER:
             return ""
-        new = text[len(self._decode(self._window[: self._read])) :]
+        new = text[len(self._read_text) :]
         self._window = self._window[self._read :]
         self._read = len(self._window)
+        self._read_text = self._decode(self._window)
         return new
 
     def flush(self) -> str:
         """What was held back."""
-        pending = self._read < len(self._window)
-        new = self._decode(self._window)[len(self._decode(self._window[: self._read])) :] if pending else ""
-        self._window, self._read = [], 0
+        new = self._decode(self._window)[len(self._read_text) :] if self._read < len(self._window) else ""
+        self._window, self._read, self._read_text = [], 0, ""
         return new
 
-    def _decode(self, ids: Sequence[int]) -> str:
-        if not ids:
-            return ""
-        return self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+def _decoder(tokenizer: Any) -> Callable[[Sequence[int]], str]:
+    """Ids → text with special tokens. The Rust tokenizer is called directly where there is one: it is ten times faster."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return lambda ids: backend.decode(ids, skip_special_tokens=False)
 
 
 class StopCutter:
