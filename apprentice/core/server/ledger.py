@@ -277,6 +277,10 @@ class Ledger:
         """Oldest first."""
         return self._read(lambda connection: ledger_jobs.jobs(connection, state))
 
+    def job_of_key(self, idempotency_key: str) -> str | None:
+        """The id of the job that was made with this key; None if there is none."""
+        return self._read(lambda connection: ledger_jobs.job_of_key(connection, idempotency_key))
+
     def job_request(self, job_id: str) -> bytes:
         """The body with which the job was made, byte for byte."""
         return self._read(lambda connection: ledger_jobs.job_request(connection, job_id))

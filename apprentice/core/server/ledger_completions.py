@@ -6,7 +6,8 @@ trajectory when the parent is absent or shares less). Of its prompt only `rest` 
 the whole ledger), and a row lists only the references after the base's first `message_prefix`; origin lineage likewise.
 So an N-turn rollout costs O(N) bytes. A root's prompt is a blob too: the rollouts of a group share it.
 
-A checksum over the expanded ids and the log-probabilities is compared on every read.
+A checksum over the expanded ids, the log-probabilities, the message references and the sampling data is compared on
+every read, and a blob's content with its hash.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def insert(connection: sqlite3.Connection, completion: Completion, expansions: E
     lineage = {str(index): source for index, source in completion.origin.lineage.items()}
     expanded = Expanded(completion.id, prompt + tokens, messages + ids_to_raw([reply]), lineage)
     logprobs, sampling_logprobs = floats_to_raw(completion.logprobs), floats_to_raw(completion.sampling_logprobs)
-    rest = prompt[prefix * ID_BYTES :]
+    rest, meta = prompt[prefix * ID_BYTES :], dump_json(_meta(completion))
     seq = connection.execute(
         "INSERT INTO completions (id, call_id, trajectory, policy, policy_version, parent, created_at, base, prefix, rest, rest_blob, "
         "tokens, logprobs, sampling_logprobs, message_prefix, messages, reply, settings, meta, lineage, text_key, checksum) "
@@ -90,10 +91,10 @@ def insert(connection: sqlite3.Connection, completion: Completion, expansions: E
             pack_ids(messages[message_prefix * ID_BYTES :]),
             reply,
             expansions.store_json(connection, _settings(completion.request)),
-            pack_text(dump_json(_meta(completion))),
+            pack_text(meta),
             pack_lineage(lineage, known),
             text_key(reply_text(completion.message)),
-            _checksum(expanded.ids, logprobs, sampling_logprobs),
+            _checksum(expanded.ids, logprobs, sampling_logprobs, expanded.messages, meta),
         ),
     ).lastrowid
     if seq is None:
@@ -188,14 +189,15 @@ def _choose_base(
 
 def _decode(connection: sqlite3.Connection, row: tuple[Any, ...], expansions: Expansions) -> Completion:
     (seq, id_, call_id, trajectory_id, policy, policy_version, parent, created_at) = row[:8]
-    (tokens, logprobs, sampling_logprobs, reply, settings, meta, checksum) = row[8:]
+    (tokens, logprobs, sampling_logprobs, reply, settings, packed_meta, checksum) = row[8:]
     expanded = expansions.get(connection, seq)
     raw_logprobs = unpack_floats(logprobs)
     raw_sampling = raw_logprobs if sampling_logprobs is None else unpack_floats(sampling_logprobs)
-    if _checksum(expanded.ids, raw_logprobs, raw_sampling) != checksum:
+    meta = unpack_text(packed_meta)
+    if _checksum(expanded.ids, raw_logprobs, raw_sampling, expanded.messages, meta) != checksum:
         raise ValueError("its checksum differs from the one recorded")
     ids, count = raw_to_ids(expanded.ids), len(unpack_ids(tokens)) // ID_BYTES
-    fields: dict[str, Any] = load_json(unpack_text(meta))
+    fields: dict[str, Any] = load_json(meta)
     fields["origin"]["lineage"] = expanded.lineage
     choices: dict[str, Any] = expansions.json(connection, settings)
     request = ChatRequest.model_construct(
@@ -236,8 +238,11 @@ def _meta(completion: Completion) -> dict[str, Any]:
     return meta
 
 
-def _checksum(ids: bytes, logprobs: bytes, sampling_logprobs: bytes) -> int:
-    return zlib.crc32(sampling_logprobs, zlib.crc32(logprobs, zlib.crc32(ids)))
+def _checksum(*parts: bytes) -> int:
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value
 
 
 def _same(left: Completion, right: Completion) -> bool:

@@ -18,6 +18,7 @@ from .ledger_tokens import ID_BYTES, dump_json, ids_to_raw, load_json, pack_ids,
 
 _CACHE_BYTES = 32 * 2**20
 _CACHED_BLOBS = 4096
+_IDS = b"token ids"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +85,7 @@ class Expansions:
         if seq in self._blobs:
             self._blobs.move_to_end(seq)
         else:
-            self._blobs[seq] = load_json(unpack_text(_blob(connection, seq)))
+            self._blobs[seq] = load_json(_blob(connection, seq, unpack_text))
             if len(self._blobs) > _CACHED_BLOBS:
                 self._blobs.popitem(last=False)
         return self._blobs[seq]
@@ -92,11 +93,11 @@ class Expansions:
     def store_json(self, connection: sqlite3.Connection, value: object) -> int:
         """The number of the one blob with this JSON."""
         raw = dump_json(value)
-        return self._store(connection, blake2b(raw, digest_size=16).digest(), lambda: pack_text(raw))
+        return self._store(connection, _digest(raw), lambda: pack_text(raw))
 
     def store_ids(self, connection: sqlite3.Connection, raw: bytes) -> int:
         """The number of the one blob with these token ids."""
-        return self._store(connection, blake2b(raw, digest_size=16, person=b"token ids").digest(), lambda: pack_ids(raw))
+        return self._store(connection, _digest(raw, _IDS), lambda: pack_ids(raw))
 
     def _store(self, connection: sqlite3.Connection, digest: bytes, pack: Callable[[], bytes]) -> int:
         if digest in self._numbers:
@@ -146,7 +147,7 @@ def _unpack_lineage(packed: bytes | None, base: Expanded | None) -> dict[str, st
 def _expand(connection: sqlite3.Connection, row: tuple[Any, ...], base: Expanded | None) -> Expanded:
     (_, id_, _, prefix, rest, rest_blob, tokens, message_prefix, messages, reply, lineage) = row
     try:
-        own = unpack_ids(rest if rest is not None else _blob(connection, rest_blob)) + unpack_ids(tokens)
+        own = (unpack_ids(rest) if rest is not None else _blob(connection, rest_blob, unpack_ids, _IDS)) + unpack_ids(tokens)
         listed = unpack_ids(messages) + ids_to_raw([reply])
         if base is not None:
             own = base.ids[: prefix * ID_BYTES] + own
@@ -156,8 +157,15 @@ def _expand(connection: sqlite3.Connection, row: tuple[Any, ...], base: Expanded
         raise LedgerError(f"completion {id_} in the ledger is damaged: {error}") from error
 
 
-def _blob(connection: sqlite3.Connection, seq: int | None) -> bytes:
-    row = connection.execute("SELECT data FROM blobs WHERE seq = ?", (seq,)).fetchone()
+def _blob(connection: sqlite3.Connection, seq: int | None, unpack: Callable[[bytes], bytes], kind: bytes = b"") -> bytes:
+    row = connection.execute("SELECT hash, data FROM blobs WHERE seq = ?", (seq,)).fetchone()
     if row is None:
         raise ValueError(f"its blob {seq} is missing")
-    return bytes(row[0])
+    raw = unpack(row[1])
+    if _digest(raw, kind) != row[0]:
+        raise ValueError(f"its blob {seq} differs from its hash")
+    return raw
+
+
+def _digest(raw: bytes, kind: bytes = b"") -> bytes:
+    return blake2b(raw, digest_size=16, person=kind).digest()

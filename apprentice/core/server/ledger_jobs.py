@@ -115,6 +115,11 @@ def jobs(connection: sqlite3.Connection, state: JobState | None) -> tuple[TrainJ
     return tuple(_job(row) for row in connection.execute(f"SELECT {_JOB} FROM jobs {where}ORDER BY seq", values).fetchall())
 
 
+def job_of_key(connection: sqlite3.Connection, idempotency_key: str) -> str | None:
+    row = connection.execute("SELECT id FROM jobs WHERE idempotency_key = ?", (idempotency_key,)).fetchone()
+    return None if row is None else str(row[0])
+
+
 def job_request(connection: sqlite3.Connection, job_id: str) -> bytes:
     seq = _job_row(connection, job_id)[0]
     return unpack_text(connection.execute("SELECT request FROM jobs WHERE seq = ?", (seq,)).fetchone()[0])

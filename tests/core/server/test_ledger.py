@@ -136,7 +136,7 @@ def trees(draw: st.DrawFn) -> list[Completion]:
     return made
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(made=trees(), together=st.booleans())
 def test_any_tree_of_completions_round_trips_bit_for_bit(
     made: list[Completion], together: bool, tmp_path_factory: pytest.TempPathFactory
