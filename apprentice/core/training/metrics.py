@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
 from torch import Tensor
 
 METRICS: dict[str, str] = {
@@ -98,8 +97,8 @@ class Meter:
         self.add({"differences": float(difference_N.numel()), "difference": float(difference_N.sum())})
         self.highest("difference", float(difference_N.max()))
 
-    def policy_metrics(self) -> dict[str, float]:
-        """The objective's part of `METRICS`, from the sums that `policy_loss` returns and the ones added here."""
+    def job_metrics(self, learning_rate: float) -> dict[str, float]:
+        """Everything of `METRICS` that was measured, apart from rewards and seconds."""
         low, high = self.ratio("clip_low", "clip_units"), self.ratio("clip_high", "clip_units")
         weight, squared = self.ratio("weight", "weights"), self.ratio("weight_squared", "weights")
         found = {
@@ -115,10 +114,10 @@ class Meter:
             "sampling_logp_difference/mean": self.ratio("difference", "differences"),
             "sampling_logp_difference/max": self.maximum("difference"),
             "grad_norm": self.ratio("grad_norm", "optimizer_steps"),
+            "learning_rate": learning_rate,
+            "optimizer_steps": self._sums.get("optimizer_steps"),
+            "tokens/trained": self._sums.get("trained"),
+            "tokens/forward": self._sums.get("forward"),
+            "tokens/saved_by_sharing": self._sums.get("saved"),
         }
         return {name: value for name, value in found.items() if value is not None}
-
-
-def finite(values: Tensor) -> bool:
-    """True if no element is NaN or infinite."""
-    return bool(torch.isfinite(values).all())

@@ -6,12 +6,12 @@ losses, samples or the model around the adapter.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -19,7 +19,7 @@ from ..config import OptimizerConfig
 from ..errors import CheckpointCorrupt, TrainJobFailed
 
 STATE_FILE = "optimizer.safetensors"
-RNG_FILE = "rng.json"
+_RNG = "rng"
 _MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 
 
@@ -102,22 +102,18 @@ class AdapterOptimizer:
 
     def save(self, folder: Path) -> None:
         """Write moments and generator (not the weights) into an existing folder."""
-        save_file({name: value.cpu().contiguous() for name, value in self._state_tensors().items()}, folder / STATE_FILE)
-        (folder / RNG_FILE).write_text(json.dumps({name: bytes(state.tolist()).hex() for name, state in self._rng.items()}))
+        tensors = {**self._state_tensors(), **{f"{_RNG}/{name}": state for name, state in self._rng.items()}}
+        save_file({name: value.cpu().contiguous() for name, value in tensors.items()}, folder / STATE_FILE)
 
     def load(self, folder: Path) -> None:
         """Read what `save` wrote. Raises CheckpointCorrupt if it is missing or belongs to another adapter."""
         try:
             tensors = load_file(folder / STATE_FILE)
-            rng = {
-                name: torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)
-                for name, text in json.loads((folder / RNG_FILE).read_text()).items()
-            }
-        except (OSError, ValueError, AttributeError) as error:
+        except (OSError, SafetensorError) as error:
             raise CheckpointCorrupt(f"the optimizer state in {folder} cannot be read: {error}") from error
         self._check_shapes(tensors, folder)
         self._restore_tensors(tensors)
-        self._rng.update({name: rng[name] for name in self._rng if name in rng})
+        self._rng = {name: tensors.get(f"{_RNG}/{name}", state) for name, state in self._rng.items()}
 
     def _fresh_rng(self, seed: int) -> dict[str, Tensor]:
         rng = {"cpu": torch.Generator().manual_seed(seed).get_state()}
@@ -137,11 +133,17 @@ class AdapterOptimizer:
                 self._adamw.state[parameter] = {k: v if k == "step" else v.to(parameter.device) for k, v in moments.items()}
 
     def _check_shapes(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        shapes = {f"{n}/{key}": () if key == "step" else tuple(p.shape) for n, p in self._parameters.items() for key in _MOMENTS}
-        for name, tensor in tensors.items():
-            found, expected = tuple(tensor.shape), shapes.get(name)
-            if found != expected:
-                raise CheckpointCorrupt(f"the optimizer state in {folder} has {name} of shape {found}, but this adapter expects {expected}")
+        """A parameter has all of its moments or none; shapes are the adapter's. A state from a CPU may lack the GPU's generator."""
+        shapes = {f"{_RNG}/{n}": tuple(state.shape) for n, state in self._rng.items() if n == "cpu" or f"{_RNG}/{n}" in tensors}
+        for name, parameter in self._parameters.items():
+            if any(f"{name}/{key}" in tensors for key in _MOMENTS):
+                shapes |= {f"{name}/{key}": () if key == "step" else tuple(parameter.shape) for key in _MOMENTS}
+        for name in sorted(shapes.keys() | (key for key in tensors if not key.startswith(f"{_RNG}/"))):
+            found = tuple(tensors[name].shape) if name in tensors else None
+            if found != shapes.get(name):
+                raise CheckpointCorrupt(
+                    f"the optimizer state in {folder} has {name} of shape {found}, but this adapter expects {shapes.get(name)}"
+                )
 
     def _raise_not_finite(self, norm: float) -> None:
         bad = next((n for n, p in self._parameters.items() if p.grad is not None and not torch.isfinite(p.grad).all()), "the total norm")
