@@ -131,3 +131,48 @@ def tiny_encoder_decoder(folder: Path, *, seed: int = 0) -> Path:
     tokenizer = tiny_tokenizer()
     config = T5Config(vocab_size=len(tokenizer), d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4, decoder_start_token_id=0)
     return _save(config, AutoModelForSeq2SeqLM, folder, tokenizer, seed)
+
+
+def tiny_gguf(file: Path, llama: Path) -> Path:
+    """The same model and tokenizer as the folder `llama` (made by `tiny_llama`), as an fp32 GGUF file."""
+    import json
+
+    import gguf
+    from safetensors.numpy import load_file
+
+    config = json.loads((llama / "config.json").read_text())
+    tokenizer = json.loads((llama / "tokenizer.json").read_text())
+    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
+    writer = gguf.GGUFWriter(file, "llama")
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(kv_heads)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_rope_dimension_count(config["head_dim"])
+    writer.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    writer.add_vocab_size(config["vocab_size"])
+    vocabulary = sorted(tokenizer["model"]["vocab"].items(), key=lambda item: item[1])
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([token for token, _ in vocabulary])
+    writer.add_token_merges([" ".join(pair) for pair in tokenizer["model"]["merges"]])
+    writer.add_token_types([gguf.TokenType.CONTROL if token in SPECIAL_TOKENS else gguf.TokenType.NORMAL for token, _ in vocabulary])
+    writer.add_bos_token_id(config["bos_token_id"])
+    writer.add_eos_token_id(config["eos_token_id"])
+    writer.add_pad_token_id(config["pad_token_id"])
+    writer.add_unk_token_id(config["pad_token_id"])
+    if (template := llama / "chat_template.jinja").exists():
+        writer.add_chat_template(template.read_text())
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config["num_hidden_layers"])
+    for name, tensor in load_file(llama / "model.safetensors").items():
+        count = heads if "q_proj" in name else kv_heads if "k_proj" in name else None
+        if count:  # llama.cpp keeps the two halves of each head's rotary dimensions interleaved
+            tensor = tensor.reshape(count, 2, -1, tensor.shape[1]).swapaxes(1, 2).reshape(tensor.shape).copy()
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return file

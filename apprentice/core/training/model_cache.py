@@ -121,7 +121,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name)
         model = AutoModelForCausalLM.from_pretrained(str(gguf.parent), gguf_file=gguf.name, dtype=torch.float32)
     except Exception as error:
-        raise ModelRefused(f"the GGUF file {gguf} cannot be read: {_first_line(error)}") from error
+        raise ModelRefused(f"the GGUF file {gguf} cannot be read: {first_line(error)}") from error
     config: Any = model.config
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -134,6 +134,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         raise ConfigError(f"the converted model cannot be written to {folder.parent} ({error})") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """The first line of a library's message, or the error's class where there is none."""
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__

@@ -22,6 +22,7 @@ from ..config import AdapterConfig
 from ..errors import ConfigError, Conflict, ModelRefused, UnknownModel
 from .adapter_files import read_adapter, write_adapter
 from .base_models import ResolvedBase, context_length_of
+from .model_cache import first_line
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 
@@ -79,7 +80,9 @@ class HostedModel:
                 base.folder, dtype=chosen, local_files_only=True, trust_remote_code=False, output_loading_info=True
             )
         except (OSError, ValueError, RuntimeError, ImportError) as error:
-            raise ModelRefused(f"base model '{base.name}' cannot be loaded from {base.folder}: {error}", param="base_model") from error
+            raise ModelRefused(
+                f"base model '{base.name}' cannot be loaded from {base.folder}: {first_line(error)}", param="base_model"
+            ) from error
         model, report = loaded
         if absent := sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"]):
             raise ModelRefused(f"base model '{base.name}' cannot be used: {len(absent)} weights are missing, first {absent[0]}")
