@@ -2,7 +2,7 @@
 
     .venv/bin/python benchmarks/gateway_overhead.py [--quick] [--no-litellm]
 
-All servers are processes of their own on loopback and all replies come from the null engine: no model is run.
+All servers are processes of their own on loopback and all replies come from an engine that answers at once: no model is run.
 
 - `p50_added_ms`: median time of one call through the gateway (validation, rendering and splicing, admission, engine, ledger
   commit, reply) minus the median of the same client against a bare uvicorn + Starlette endpoint that reads the same body and
@@ -38,6 +38,8 @@ CACHE = Path(os.environ.get("APPRENTICE_BENCH_CACHE", Path.home() / ".cache" / "
 POLICY = "mail/agent"
 ROLLOUTS = 2000
 REPLY_TOKENS = 16
+KEY = os.environ.setdefault("LITELLM_MASTER_KEY", f"sk-{secrets.token_hex(24)}")
+"""Of our server and of the proxy: both check it. Passed on in the environment."""
 
 
 # ---- the three servers -------------------------------------------------------------------------------------------------
@@ -45,21 +47,23 @@ REPLY_TOKENS = 16
 
 def serve_gateway(folder: Path) -> None:
     sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
-    from apprentice.core.engines.memory import NullEngine
+    from support.small_registry import BASE_NAME, CONTEXT, SmallRegistry
+    from support.tiny_models import tiny_tokenizer
+
+    from apprentice.core.engines.memory import ScriptedEngine
     from apprentice.core.server.app import create_app, serve
     from apprentice.core.server.auth import Auth
     from apprentice.core.server.ledger import Ledger
     from apprentice.core.wire import RegisterModel
-    from support.small_registry import BASE_NAME, CONTEXT, SmallRegistry
-    from support.tiny_models import tiny_tokenizer
 
     async def main() -> None:
         tokenizer = tiny_tokenizer()
-        engine = NullEngine(length=REPLY_TOKENS, tokenizer=tokenizer, vocabulary=256, context_length=CONTEXT)
+        ids = [*tokenizer.encode("x" * REPLY_TOKENS, add_special_tokens=False)[: REPLY_TOKENS - 1], tokenizer.eos_token_id]
+        engine = ScriptedEngine(lambda *_: ids, tokenizer=tokenizer, context_length=CONTEXT, tokens_per_chunk=REPLY_TOKENS)
         with Ledger.open(folder / "ledger.sqlite") as ledger:
             registry = SmallRegistry(engine, ledger, tokenizer)
             await registry.register(RegisterModel(project="mail", name="agent", base_model=BASE_NAME))
-            app = create_app(registry, ledger, auth=Auth.for_bind("127.0.0.1", None))
+            app = create_app(registry, ledger, auth=Auth.for_bind("127.0.0.1", KEY))
             await serve(app, "127.0.0.1", 0, _announce)
 
     asyncio.run(main())
@@ -68,14 +72,15 @@ def serve_gateway(folder: Path) -> None:
 def serve_bare(openai: bool) -> None:
     """Constant bytes; with `openai` the null engine is really asked and the reply is in OpenAI's form."""
     sys.path.insert(0, str(ROOT))
-    from apprentice.core.engines.memory import NullEngine
-    from apprentice.core.engines.protocol import BASE
-    from apprentice.core.records import SamplingParams
-    from apprentice.core.server.app import serve
     from starlette.applications import Starlette
     from starlette.requests import Request
     from starlette.responses import Response
     from starlette.routing import Route
+
+    from apprentice.core.engines.memory import NullEngine
+    from apprentice.core.engines.protocol import BASE
+    from apprentice.core.records import SamplingParams
+    from apprentice.core.server.app import serve
 
     engine = NullEngine(length=REPLY_TOKENS)
     message = {"role": "assistant", "content": "x" * REPLY_TOKENS}
@@ -147,7 +152,10 @@ def litellm_proxy(python: Path, backend: str, folder: Path) -> Iterator[str]:
         json.dumps(
             {
                 "model_list": [
-                    {"model_name": POLICY, "litellm_params": {"model": "openai/null", "api_base": f"{backend}/v1", "api_key": secrets.token_hex()}}
+                    {
+                        "model_name": POLICY,
+                        "litellm_params": {"model": "openai/null", "api_base": f"{backend}/v1", "api_key": secrets.token_hex()},
+                    }
                 ],
                 "litellm_settings": {"telemetry": False},
             }
@@ -187,6 +195,9 @@ def _free_port() -> int:
 # ---- measurements ------------------------------------------------------------------------------------------------------
 
 
+HEADERS = {"content-type": "application/json", "authorization": f"Bearer {KEY}"}
+
+
 def body_of(turn: int = 0) -> bytes:
     messages = [{"role": "system", "content": "You are an agent that answers mail. " * 8}, {"role": "user", "content": f"Question {turn}?"}]
     return json.dumps({"model": POLICY, "messages": messages, "max_tokens": 64, "temperature": 1.0}).encode()
@@ -200,7 +211,7 @@ def call_times(url: str, calls: int) -> list[float]:
         for turn in range(calls + 10):
             if turn % 4 == 0:
                 trajectory = f"trj-{secrets.token_hex(8)}"
-            headers = {"content-type": "application/json", "x-apprentice-trajectory": trajectory}
+            headers = {**HEADERS, "x-apprentice-trajectory": trajectory}
             started = time.perf_counter()
             response = client.post("/v1/chat/completions", content=body_of(turn), headers=headers)
             times.append((time.perf_counter() - started) * 1000)
@@ -229,7 +240,8 @@ class Connection:
         self._reader, self._writer = await asyncio.open_connection(self._host, self._port)
 
     async def post(self, path: str, body: bytes) -> int:
-        head = f"POST {path} HTTP/1.1\r\nhost: {self._host}\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+        headers = {"host": self._host, **HEADERS, "content-length": str(len(body))}
+        head = f"POST {path} HTTP/1.1\r\n" + "".join(f"{name}: {value}\r\n" for name, value in headers.items()) + "\r\n"
         self._writer.write(head.encode() + body)
         lines = (await self._reader.readuntil(b"\r\n\r\n")).split(b"\r\n")
         headers = dict(line.lower().split(b": ", 1) for line in lines[1:] if line)

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fastapi import FastAPI
+from support.tiny_models import tiny_tokenizer
+
 from apprentice.core.engines.memory import ScriptedEngine
 from apprentice.core.engines.protocol import BASE, Engine, PolicyVersion, TokenChunk
 from apprentice.core.errors import Conflict, UnknownCheckpoint, UnknownModel
@@ -29,8 +32,6 @@ from apprentice.core.server.limits import Limits
 from apprentice.core.server.registry_protocol import Served
 from apprentice.core.server.splice import Splicer
 from apprentice.core.wire import CheckpointInfo, GrpoJob, ModelInfo, RegisterModel, SftJob, TrainEvent, TrainJob
-from fastapi import FastAPI
-from support.tiny_models import tiny_tokenizer
 
 BASE_NAME = "tiny"
 POLICY = "mail/agent"
@@ -125,7 +126,6 @@ class SmallRegistry:
             alias=alias,
             codec=self.codec,
             splicer=self.splicer,
-            tokenizer=self.tokenizer,
             engine=self.engine,
             context_length=CONTEXT,
             stop_token_ids=tuple(self.codec.stop_token_ids),
@@ -191,7 +191,7 @@ class SmallServer:
 def scripted(reply: Reply, tokenizer: Any, tokens_per_chunk: int = 1) -> ScriptedEngine:
     """An engine that always says `reply`, or what the function says."""
     if isinstance(reply, str):
-        ids = tokenizer.encode(reply, add_special_tokens=False) + [tokenizer.eos_token_id]
+        ids = [*tokenizer.encode(reply, add_special_tokens=False), tokenizer.eos_token_id]
         return ScriptedEngine(lambda *_: ids, tokenizer=tokenizer, context_length=CONTEXT, tokens_per_chunk=tokens_per_chunk)
     return ScriptedEngine(reply, tokenizer=tokenizer, context_length=CONTEXT, tokens_per_chunk=tokens_per_chunk)
 
@@ -233,7 +233,7 @@ def running(app: FastAPI, limits: Limits | None = None) -> Iterator[tuple[int, a
     def in_thread() -> None:
         try:
             asyncio.run(main())
-        except BaseException as cause:
+        except BaseException as cause:  # noqa: BLE001 - raised again in the thread that waits
             state["failed"] = cause
         finally:
             ready.set()

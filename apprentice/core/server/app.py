@@ -22,7 +22,7 @@ from ..errors import AuthenticationError, ConfigError
 from ..wire import Health
 from .auth import Auth
 from .control import control_router
-from .gateway import gateway_router
+from .gateway import gateway_routers
 from .gateway_calls import Gateway
 from .http_errors import documented, error_response, install_error_handlers
 from .limits import Limits
@@ -47,7 +47,7 @@ def create_app(registry: Registry, ledger: Ledger, *, auth: Auth, limits: Limits
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
-        await gateway.close()
+        gateway.close()
 
     app = FastAPI(
         title="Apprentice",
@@ -58,7 +58,8 @@ def create_app(registry: Registry, ledger: Ledger, *, auth: Auth, limits: Limits
     )
     app.state.max_body_bytes = limits.max_body_bytes
     install_error_handlers(app)
-    app.include_router(gateway_router(gateway))
+    for router in gateway_routers(gateway):
+        app.include_router(router)
     app.include_router(control_router(registry, ledger, limits, gateway.forget))
     _add_status_routes(app, gateway, ledger)
     app.add_middleware(Gate, auth=auth, metrics=metrics)

@@ -24,31 +24,32 @@ class ClientGone(Exception):
 
 
 async def attended(receive: Receive, work: Coroutine[None, None, T]) -> T:
-    """The result of `work`. `ClientGone` if the client disconnects first; by then `work` has ended."""
-    task = asyncio.ensure_future(work)
+    """The result of `work`. `ClientGone` if the client disconnects first; `work` was cancelled and has ended by then."""
+    task = asyncio.current_task()
+    assert task is not None
+    gone = False
+
+    def on_end_of_watch(watch: asyncio.Future[None]) -> None:
+        nonlocal gone
+        if not watch.cancelled():
+            gone = True
+            task.cancel()
+
     watch = asyncio.ensure_future(_disconnected(receive))
+    watch.add_done_callback(on_end_of_watch)
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        await _cancelled(task)
-        raise ClientGone
+        return await work
+    except asyncio.CancelledError:
+        if gone and task.uncancel() == 0:
+            raise ClientGone from None
+        raise
     finally:
         watch.cancel()
-        if not task.done():
-            await _cancelled(task)
 
 
 async def _disconnected(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-async def _cancelled(task: asyncio.Future[T]) -> None:
-    task.cancel()
-    await asyncio.wait((task,))
-    if not task.cancelled() and (error := task.exception()) is not None:
-        raise error
 
 
 class EventStream(Response):

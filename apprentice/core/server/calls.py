@@ -10,8 +10,10 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from concurrent.futures import Future
 from contextlib import aclosing
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, cast
 
 from ..engines.protocol import Engine, TokenChunk
@@ -102,14 +104,13 @@ class Finished:
 
 
 class Sampler:
-    """Runs calls. One per server; `close` waits for what is still being recorded."""
+    """Runs calls. One per server."""
 
     def __init__(self, ledger: Ledger, new_admission: Callable[[], Admission], on_record: Callable[[Completion], None]) -> None:
         self._ledger = ledger
         self._new_admission = new_admission
         self._on_record = on_record
         self._admissions: dict[int, tuple[Engine, Admission]] = {}
-        self._recording: set[asyncio.Task[None]] = set()
 
     def admission(self, engine: Engine) -> Admission:
         """The queue of this engine (the engine is kept beside it, so that its id stays its own)."""
@@ -151,10 +152,6 @@ class Sampler:
         finally:
             await _stop(tasks)
 
-    async def close(self) -> None:
-        if self._recording:
-            await asyncio.wait(self._recording)
-
     async def _choice(self, call: Call, index: int, report: Report | None) -> Finished:
         drawn = Drawn(index, call.read())
         try:
@@ -191,15 +188,18 @@ class Sampler:
         await self._record(completion)
 
     async def _record(self, completion: Completion) -> None:
-        """Commit. Goes on to its end even if the caller is cancelled meanwhile."""
-        task = asyncio.create_task(self._append(completion))
-        self._recording.add(task)
-        task.add_done_callback(self._recording.discard)
-        await asyncio.shield(task)
+        """Commit. Once submitted it is written even if the caller is cancelled while it waits."""
+        written = self._ledger.submit_completions([completion])
+        written.add_done_callback(partial(self._written, completion))
+        await asyncio.wrap_future(written)
 
-    async def _append(self, completion: Completion) -> None:
-        await asyncio.wrap_future(self._ledger.submit_completions([completion]))
-        self._on_record(completion)
+    def _written(self, completion: Completion, written: Future[None]) -> None:
+        """Runs in the ledger's thread."""
+        error = written.exception()
+        if error is None:
+            self._on_record(completion)
+        else:
+            log.error("completion %s could not be recorded: %s", completion.id, error)
 
 
 async def _stop(tasks: list[asyncio.Task[Finished]]) -> None:

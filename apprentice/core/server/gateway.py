@@ -6,7 +6,9 @@ Knows HTTP and the form of replies. What happens to a call in between is in gate
 from __future__ import annotations
 
 import re
-from typing import Annotated
+import sys
+from collections.abc import Sequence
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Path, Request
 from pydantic import ValidationError
@@ -41,9 +43,14 @@ _CALL_ERRORS = documented(404, 409, 413, 429, 503, 504, 507)
 _STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The reply; with `stream` as events."}}
 
 
-def gateway_router(gateway: Gateway) -> APIRouter:
-    """`/v1/…` and `/t/{trajectory}/v1/…`."""
-    routes = APIRouter(prefix="/v1", route_class=JsonRoute, tags=["OpenAI API"])
+def gateway_routers(gateway: Gateway) -> tuple[APIRouter, APIRouter]:
+    """`/v1/…` and `/t/{trajectory}/v1/…`. Made twice rather than nested: each level of routers costs every request time."""
+    in_trajectory = [Depends(_trajectory_in_path)]
+    return _routes(gateway, "/v1"), _routes(gateway, "/t/{trajectory}/v1", in_trajectory)
+
+
+def _routes(gateway: Gateway, prefix: str, dependencies: Sequence[Any] = ()) -> APIRouter:
+    routes = APIRouter(prefix=prefix, route_class=JsonRoute, tags=["OpenAI API"], dependencies=dependencies)
 
     @routes.post("/chat/completions", response_model=ChatCompletion, responses={**_STREAM, **_CALL_ERRORS})
     async def chat_completions(body: ChatBody, request: Request) -> Response:
@@ -79,10 +86,7 @@ def gateway_router(gateway: Gateway) -> APIRouter:
         base = next((info.base_model for info in gateway.registry.models() if info.policy == served.alias), None)
         return _policy_entry(gateway, model, base, served.version)
 
-    both = APIRouter()
-    both.include_router(routes)
-    both.include_router(routes, prefix="/t/{trajectory}", dependencies=[Depends(_trajectory_in_path)])
-    return both
+    return routes
 
 
 async def _trajectory_in_path(trajectory: Annotated[str, Path(pattern=NAME_PATTERN)]) -> None:
@@ -139,7 +143,7 @@ def caller_of(request: Request) -> Caller:
     if trajectory_id is not None and not _NAME.fullmatch(trajectory_id):
         raise InvalidRequest(f"a trajectory id must match {NAME_PATTERN}, but {trajectory_id!r} came", param=TRAJECTORY_HEADER)
     raw = request.headers.get(ORIGIN_HEADER)
-    return Caller(trajectory_id, Origin() if raw is None else _origin(raw))
+    return Caller(trajectory_id, Origin() if raw is None else _origin(raw), int(request.headers.get("content-length", sys.maxsize)))
 
 
 def _origin(raw: str) -> Origin:

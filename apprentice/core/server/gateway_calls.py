@@ -34,6 +34,8 @@ T = TypeVar("T")
 
 TRAJECTORY_HEADER = "x-apprentice-trajectory"
 KNOWN_TRAJECTORIES = 100_000
+SHORT_BODY = 16 * 1024
+"""Rendering this much takes less than a millisecond; handing it to a thread and back takes as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +44,8 @@ class Caller:
 
     trajectory_id: str | None
     origin: Origin
+    body_bytes: int
+    """Size of the request: a short one is rendered where it is, a long one in a thread."""
 
 
 class Gateway:
@@ -67,7 +71,7 @@ class Gateway:
             self._enter(caller, served)
             return served.splicer.prompt(caller.trajectory_id, request, caller.origin)
 
-        spliced = await self._in_thread(prompt)
+        spliced = await self._rendered(caller, prompt)
         tokens = max_tokens(body.asked_tokens, len(spliced.prompt_ids), served.context_length, self.limits.default_max_tokens)
         sampling = body.sampling(tokens, body.top_logprobs or 0)
         return self._call(
@@ -90,8 +94,8 @@ class Gateway:
             self._enter(caller, served)
             return tuple(served.codec.encode(body.prompt) if isinstance(body.prompt, str) else body.prompt)
 
-        ids = await self._in_thread(prompt)
-        check_vocabulary(ids, len(served.tokenizer))
+        ids = await self._rendered(caller, prompt)
+        check_vocabulary(ids, len(tokenizer_of(served)))
         tokens = max_tokens(body.asked_tokens, len(ids), served.context_length, self.limits.default_max_tokens)
         sampling = body.sampling(tokens, body.logprobs or 0)
         return self._call(
@@ -101,7 +105,7 @@ class Gateway:
             ids,
             request=ChatRequest(messages=()),
             sampling=sampling,
-            read=partial(plain_reader, served.tokenizer, sampling.stop),
+            read=partial(plain_reader, tokenizer_of(served), sampling.stop),
             check=lambda message: None,
         )
 
@@ -120,18 +124,20 @@ class Gateway:
     def text_of(self, served: Served) -> TokenText:
         found = self._texts.get(id(served.codec))
         if found is None:
-            found = self._texts[id(served.codec)] = TokenText(served.tokenizer)
+            found = self._texts[id(served.codec)] = TokenText(tokenizer_of(served))
         return found
 
     def forget(self, trajectory_id: str) -> None:
         """The trajectory may have ended: the next call asks the ledger."""
         self._open.pop(trajectory_id, None)
 
-    async def close(self) -> None:
-        await self.sampler.close()
+    def close(self) -> None:
         self._renderers.shutdown(wait=True)
 
-    async def _in_thread(self, work: Callable[[], T]) -> T:
+    async def _rendered(self, caller: Caller, work: Callable[[], T]) -> T:
+        """The result of `work`, which waits for the ledger if the trajectory is new here."""
+        if caller.body_bytes <= SHORT_BODY and (caller.trajectory_id is None or caller.trajectory_id in self._open):
+            return work()
         return await asyncio.get_running_loop().run_in_executor(self._renderers, work)
 
     def _enter(self, caller: Caller, served: Served) -> None:
@@ -180,6 +186,11 @@ def max_tokens(asked: int | None, prompt: int, context: int, default: int) -> in
             details={"context_length": context, "prompt_tokens": prompt, "completion_tokens": wanted},
         )
     return asked or min(context - prompt, default)
+
+
+def tokenizer_of(served: Served) -> Any:
+    """The Hugging Face tokenizer (untyped upstream) that the codec works with."""
+    return served.codec._tokenizer
 
 
 def plain_reader(tokenizer: Any, stop: Sequence[str]) -> ReplyStream:

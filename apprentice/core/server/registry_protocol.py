@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ..engines.protocol import Engine, PolicyVersion
 from ..wire import CheckpointInfo, GrpoJob, ModelInfo, RegisterModel, SftJob, TrainEvent, TrainJob
@@ -27,8 +27,6 @@ class Served:
     """`project/name`, or the base model's own name: under which the completion is recorded."""
     codec: ChatCodec
     splicer: Splicer
-    tokenizer: Any
-    """The Hugging Face tokenizer behind `codec` (untyped upstream)."""
     engine: Engine
     context_length: int
     """Tokens that prompt and reply may have together."""

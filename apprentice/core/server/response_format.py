@@ -41,7 +41,7 @@ def misfit(text: str, wanted: JsonObject | None) -> str | None:
     if wanted is None:
         return None
     try:
-        value: object = json.loads(text, parse_constant=_not_json)
+        value: Any = json.loads(text, parse_constant=_not_json)
     except (ValueError, RecursionError) as cause:
         return f"the reply is not the JSON that response_format asks for: {cause}"
     schema = schema_of(wanted)
@@ -50,7 +50,7 @@ def misfit(text: str, wanted: JsonObject | None) -> str | None:
     return _schema_misfit(value, schema)
 
 
-def _schema_misfit(value: object, schema: Any) -> str | None:
+def _schema_misfit(value: Any, schema: Any) -> str | None:
     from jsonschema.exceptions import best_match
     from referencing.exceptions import Unresolvable
 

@@ -10,10 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from apprentice.core.records import BranchReason, FinishReason, TrajectoryStatus
-from apprentice.core.server.limits import Limits
 from support.small_registry import BASE_NAME, CONTEXT, POLICY, SmallServer, eventually, holding, small_server
 from support.tiny_models import tiny_tokenizer
+
+from apprentice.core.records import BranchReason, FinishReason, TrajectoryStatus
+from apprentice.core.server.limits import Limits
 
 HI = [{"role": "user", "content": "hi"}]
 WEATHER = {
