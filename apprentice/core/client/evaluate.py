@@ -143,4 +143,5 @@ def wilson(successes: int, n: int, z: float = Z_95) -> tuple[float, float]:
     share = successes / n
     centre = (share + z * z / (2 * n)) / (1 + z * z / n)
     half = z / (1 + z * z / n) * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
-    return max(0.0, centre - half), min(1.0, centre + half)
+    low = 0.0 if successes == 0 else centre - half  # exactly, where rounding would leave a speck
+    return low, 1.0 if successes == n else centre + half

@@ -223,18 +223,18 @@ class _Runner:
 
     async def _member(self, plan: GroupPlan, member: Member) -> None:
         async with self._slots:
+            if self._budget.exhausted(self._failures, self._successes):
+                return  # the task group is about to cancel this one
             try:
                 member.result = await self._attempts(plan, member)
             except Exception as error:  # noqa: BLE001  the supervised boundary of user code; the cause is kept
                 member.failure = sentence(error)
                 self._first_cause = self._first_cause or error
-        self._show(member)
-        if member.failure is None:
-            self._successes += 1
-            return
-        self._failures += 1
-        if self._budget.exhausted(self._failures, self._successes):
-            raise _Abort
+            self._show(member)
+            self._successes += member.failure is None
+            self._failures += member.failure is not None
+            if self._budget.exhausted(self._failures, self._successes):
+                raise _Abort
 
     def _show(self, member: Member) -> None:
         if member.failure is not None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from support.client_server import QUICK, ClientServer, client_server
+from support.small_registry import eventually
 
 from apprentice import RemoteBackend, TrainableModel, TrainConfig, TrajectoryGroup
 from apprentice.core.client import following
@@ -80,8 +81,7 @@ async def test_events_are_followed_over_broken_streams_to_the_end(server: Client
     notes = Notes()
     server.faults.add("GET", "/api/train-jobs/.*/events", "lose_request", times=1)
     running = asyncio.create_task(model.train([await group(model, 0.0, 1.0)], progress=notes))
-    while "train job: loading" not in notes.texts:
-        await asyncio.sleep(0.005)
+    await asyncio.to_thread(eventually, lambda: "train job: loading" in notes.texts)
     assert not running.done()
     job = (await asyncio.to_thread(server.server.ledger.jobs))[-1]
     await asyncio.to_thread(server.server.on_loop, server.jobs.complete(job))
@@ -95,8 +95,7 @@ async def test_where_streams_never_get_through_polling_finds_the_end(server: Cli
     server.jobs.held = True
     server.faults.add("GET", "/api/train-jobs/.*/events", "lose_request", times=100)
     running = asyncio.create_task(model.train([await group(model, 0.0, 1.0)], progress=False))
-    while sum("/events" in line for line in server.faults.seen) < following.STREAM_TRIES:
-        await asyncio.sleep(0.005)
+    await asyncio.to_thread(eventually, lambda: sum("/events" in line for line in server.faults.seen) == following.STREAM_TRIES)
     job = (await asyncio.to_thread(server.server.ledger.jobs))[-1]
     await asyncio.to_thread(server.server.on_loop, server.jobs.complete(job))
     assert (await running).step == 1

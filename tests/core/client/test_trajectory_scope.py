@@ -51,7 +51,7 @@ async def test_a_reward_that_is_no_finite_number_is_refused_at_once(server: Clie
 
 async def test_an_exception_fails_the_trajectory_with_its_sentence_and_gives_no_reward(server: ClientServer) -> None:
     model = await server.model()
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError):  # noqa: PT012
         async with model.trajectory() as t:
             t.reward = 1.0
             raise KeyError("no such\n  mail")
