@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import json
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
-from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import InvalidRequest, ModelRefused
 from ..records import Completion, JsonObject
@@ -26,6 +24,7 @@ from .chat_messages import ToolChoice, read_messages, read_tool_choice, read_too
 from .chat_template import Template
 from .families import syntax_named
 from .reply_stream import Detokenizer, Reply, ReplyReader, ReplyStream, StopCutter
+from .text_ids import Context, TextIds, contexts
 
 _END_TOKENS = (
     "<|endoftext|>",
@@ -39,25 +38,6 @@ _END_TOKENS = (
     "<|observation|>",
 )
 """Special tokens that end a turn in some family. Sampling one never belongs to an answer, so all that exist stop it."""
-_CACHED_TEXTS = 512
-
-
-class Context(NamedTuple):
-    """A sequence of ids in short: equal ids have equal contexts."""
-
-    length: int
-    digest: bytes
-
-
-def contexts(ids: Sequence[int], lengths: Sequence[int]) -> list[Context]:
-    """The contexts of the first n ids, for every n in `lengths` (ascending), in one pass."""
-    raw, digest, done = array("q", ids).tobytes(), blake2b(digest_size=16), 0
-    found: list[Context] = []
-    for length in lengths:
-        digest.update(raw[8 * done : 8 * length])
-        done = length
-        found.append(Context(length, digest.copy().digest()))
-    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +72,7 @@ class ChatCodec:
             if syntax is None:
                 raise ModelRefused(f"there is no tool-call family {family!r}")
             self._template.syntax = syntax
-        self._encode = lru_cache(maxsize=_CACHED_TEXTS)(_encoder(tokenizer))
+        self._encode = TextIds(tokenizer)
         self.warnings: list[str] = list(self._template.warnings)
         self.stop_token_ids: tuple[int, ...] = self._find_stop_tokens()
         self._hidden = self._find_hidden()
@@ -211,7 +191,7 @@ class ChatCodec:
         cut = len(completion.prompt_ids) - len(prefix)
         if list(completion.prompt_ids[max(cut, 0) :]) != prefix:
             prefix, cut = [], len(completion.prompt_ids)
-        turn = array("l", [*prefix, *completion.token_ids])
+        turn = array("i", [*prefix, *completion.token_ids])
         return SampledTurn(turn, self._thinks(turn), contexts(completion.prompt_ids, [cut])[0])
 
     def reads_as_recorded(self, completion: Completion) -> bool:
@@ -337,16 +317,6 @@ def samples() -> list[tuple[list[JsonObject], list[JsonObject]]]:
         ([user, turn("", "Paris")], [tool]),
         ([user, turn("", "Paris", "Rome")], [tool]),
     ]
-
-
-def _encoder(tokenizer: Any) -> Callable[[str], array[int]]:
-    """Text → ids without added tokens. The Rust tokenizer is called directly: the wrapper is not safe across threads."""
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
-        return lambda text: array("l", tokenizer.encode(text, add_special_tokens=False))
-    backend.no_truncation()
-    backend.no_padding()
-    return lambda text: array("l", backend.encode(text, add_special_tokens=False).ids)
 
 
 def format_instruction(response_format: Mapping[str, Any] | None) -> str:

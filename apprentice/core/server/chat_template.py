@@ -270,7 +270,7 @@ class Template:
                 return syntax
         if "tool_calls" in self._source:
             self.warnings.append(
-                "the chat template writes tool calls in a syntax that cannot be read back; tools are taught by a Hermes-style prompt instead"
+                "the chat template writes tool calls in a syntax that cannot be read back; tools are taught by a Hermes-style prompt"
             )
         return HERMES
 
@@ -286,9 +286,7 @@ class Template:
         self.carries_text = carries_text
         if not self.carries_text or not self.carries_calls:
             kind = "tool-calling turns" if self.carries_text else "earlier turns"
-            self.warnings.append(
-                f"the chat template does not let {kind} stand as they were sampled; they are rendered anew, and rows branch"
-            )
+            self.warnings.append(f"the chat template does not let {kind} stand as sampled; they are rendered anew, and rows branch")
 
     def _carries(self, messages: Sequence[Mapping[str, Any]], between: Sequence[str]) -> bool:
         known = {index: False for index, message in enumerate(messages) if message["role"] == "assistant"}

@@ -18,10 +18,11 @@ from typing import Any, Protocol
 
 from ..errors import UnknownTrajectory
 from ..records import BranchReason, ChatRequest, Completion, Origin
-from .chat import ChatCodec, Context, Rendered, contexts
+from .chat import ChatCodec, Rendered
 from .chat_messages import read_messages, same_turn
 from .splice_memory import Agent, RecordedTurn, Seen, Trace, TrajectoryMemory, digest
 from .splice_reasons import explain
+from .text_ids import Context, contexts
 
 _TRAJECTORIES = 8192
 """Open trajectories that are remembered; of the others only the ledger knows."""
@@ -216,7 +217,7 @@ class _Search:
 
     def _by_words(self, message: Mapping[str, Any]) -> list[RecordedTurn]:
         """Replies with exactly these words; a tool call whose id was changed is known by its name and arguments."""
-        if message.get("tool_calls"):
+        if message.get("tool_calls") or not message["content"]:
             found = self._splicer.everything(self._trajectory)[::-1]
         else:
             found = self._splicer.find(self._trajectory, text=message["content"])

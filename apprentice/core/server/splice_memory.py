@@ -13,7 +13,8 @@ from hashlib import blake2b
 from typing import Any, NamedTuple
 
 from ..records import BranchReason, Origin
-from .chat import Context, SampledTurn
+from .chat import SampledTurn
+from .text_ids import Context
 
 
 class Agent(NamedTuple):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from typing import Any
 
@@ -80,7 +81,7 @@ def without_ids(message: dict[str, Any]) -> dict[str, Any]:
 def split_ids(family: str, text: str, cuts: list[int]) -> list[int]:
     """Ids that spell `text`, cut into tokens at unusual places."""
     places = sorted({min(cut, len(text)) for cut in cuts} | {0, len(text)})
-    return [i for start, end in zip(places, places[1:], strict=False) for i in codec(family).encode(text[start:end])]
+    return [i for start, end in itertools.pairwise(places) for i in codec(family).encode(text[start:end])]
 
 
 @settings(max_examples=120, deadline=None)
@@ -240,11 +241,10 @@ def test_llama_replies_are_a_call_as_a_whole_or_text(text: str, calls: list[tupl
 
 def test_xml_calls_get_the_types_of_the_tools_schema() -> None:
     qwen = codec("qwen3_5_think")
-    tools = [
-        {"type": "function", "function": {"name": "f", "parameters": {"properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}}}
-    ]
-    text = "I think.\n</think>\n\n<tool_call>\n<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n</function>\n</tool_call>"
-    reply = qwen.parse(qwen.encode(text), tools)
+    properties = {"n": {"type": "integer"}, "s": {"type": "string"}}
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": properties}}}]
+    call = "<function=f>\n<parameter=n>\n7\n</parameter>\n<parameter=s>\n7\n</parameter>\n</function>"
+    reply = qwen.parse(qwen.encode(f"I think.\n</think>\n\n<tool_call>\n{call}\n</tool_call>"), tools)
     assert reply.message["reasoning_content"] == "I think."
     assert json.loads(reply.message["tool_calls"][0]["function"]["arguments"]) == {"n": 7, "s": "7"}
 
