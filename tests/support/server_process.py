@@ -64,12 +64,12 @@ class ServerProcess:
     def post(self, path: str, body: dict[str, Any], **headers: str) -> Any:
         answer = self.client.post(path, json=body, headers=headers)
         assert answer.status_code < 300, answer.text
-        return answer.json()
+        return answer.json() if answer.content else None
 
     def get(self, path: str) -> Any:
         answer = self.client.get(path)
         assert answer.status_code < 300, answer.text
-        return answer.json()
+        return answer.json() if answer.content else None
 
     def end_of(self, job_id: str) -> dict[str, Any]:
         """The job, once it has ended; waits on its events."""

@@ -220,11 +220,14 @@ class Ledger:
         return self._read(read)
 
     def scan(self, *, policy: str | None = None, batch: int = 64) -> Iterator[list[Completion]]:
-        """All completions in the order in which they were recorded, unattributed ones included, in bounded memory."""
+        """All completions in the order in which they were recorded, unattributed ones included, in bounded memory.
+
+        With `policy` only the calls of that policy and all calls inside its trajectories.
+        """
         expansions, after = Expansions(), 0
-        where = "WHERE c.seq > ? AND c.policy = ?" if policy is not None else "WHERE c.seq > ?"
+        where = "WHERE c.seq > ? AND (c.policy = ? OR t.policy = ?)" if policy is not None else "WHERE c.seq > ?"
         while True:
-            values = (after, policy, batch) if policy is not None else (after, batch)
+            values = (after, batch) if policy is None else (after, policy, policy, batch)
             with self._reader() as connection:
                 rows = connection.execute(ledger_completions.SELECT + f"{where} ORDER BY c.seq LIMIT ?", values).fetchall()
                 found = ledger_completions.load(connection, rows, expansions)

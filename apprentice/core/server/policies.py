@@ -71,6 +71,7 @@ class Policies:
         self._bases = bases
         self.store = store
         self._running: dict[str, PolicyRuntime] = {}
+        self._retiring: dict[PolicyVersion, asyncio.Task[None]] = {}
         self._lock = asyncio.Lock()
 
     def running(self) -> dict[str, PolicyRuntime]:
@@ -105,21 +106,30 @@ class Policies:
             if step not in runtime.older:
                 checkpoint = await asyncio.to_thread(self.store.get, runtime.alias, step)
                 await asyncio.to_thread(self.store.verify, checkpoint)
-                await runtime.base.engine.load(PolicyVersion(runtime.alias, step), checkpoint.adapter)
+                version = PolicyVersion(runtime.alias, step)
+                if version in self._retiring:
+                    await self._retiring[version]
+                await runtime.base.engine.load(version, checkpoint.adapter)
             runtime.older[step] = None
             runtime.older.move_to_end(step)
             while len(runtime.older) > PINNED_VERSIONS_IN_MEMORY:
                 dropped, _ = runtime.older.popitem(last=False)
-                await runtime.base.engine.unload(PolicyVersion(runtime.alias, dropped))
+                self._retire(runtime, PolicyVersion(runtime.alias, dropped))
 
     async def advance(self, runtime: PolicyRuntime, checkpoint: Checkpoint) -> None:
         """Let the alias mean the new version, which the engine serves already, and forget what retention lets go."""
         before, runtime.step = runtime.version, checkpoint.step
         await asyncio.to_thread(self._ledger.put_checkpoint, checkpoint_info(checkpoint, latest=True))
-        await runtime.base.engine.unload(before)
+        self._retire(runtime, before)
         dropped = await asyncio.to_thread(self.store.retain, runtime.alias, runtime.body.checkpoints)
         for step in dropped:
             await asyncio.to_thread(self._ledger.mark_checkpoint, runtime.alias, step, deleted=True)
+
+    def _retire(self, runtime: PolicyRuntime, version: PolicyVersion) -> None:
+        """Unload a version once nothing samples it any more; nobody waits for that."""
+        task = asyncio.create_task(runtime.base.engine.unload(version))
+        self._retiring[version] = task
+        task.add_done_callback(lambda _: self._retiring.pop(version, None))
 
     async def revert(self, runtime: PolicyRuntime) -> None:
         """Put the trainer back to the newest published checkpoint, which is the version that is served."""
