@@ -37,8 +37,7 @@ class Expanded:
 class Expansions:
     """A bounded cache of expanded rows by seq. Valid for the connection whose rows it saw; `clear` after an undo."""
 
-    def __init__(self, limit_bytes: int = _CACHE_BYTES) -> None:
-        self._limit = limit_bytes
+    def __init__(self) -> None:
         self._used = 0
         self._rows: OrderedDict[int, Expanded] = OrderedDict()
         self._blobs: OrderedDict[int, Any] = OrderedDict()
@@ -76,7 +75,7 @@ class Expansions:
     def add(self, seq: int, expanded: Expanded) -> Expanded:
         self._rows[seq] = expanded
         self._used += expanded.weight()
-        while self._used > self._limit and len(self._rows) > 1:
+        while self._used > _CACHE_BYTES and len(self._rows) > 1:
             self._used -= self._rows.popitem(last=False)[1].weight()
         return expanded
 
