@@ -53,13 +53,13 @@ class AdapterOptimizer:
         gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
         if not gradients:
             raise TrainJobFailed("the loss depends on no weight of the adapter, so there is no gradient to apply")
-        norm = float(torch.nn.utils.get_total_norm(gradients))
-        if not torch.isfinite(torch.tensor(norm)):
-            self._raise_not_finite(norm)
-        torch.nn.utils.clip_grads_with_norm_(list(self._parameters.values()), max_grad_norm, torch.tensor(norm))
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if not torch.isfinite(norm):
+            self._raise_not_finite(float(norm))
+        torch.nn.utils.clip_grads_with_norm_(list(self._parameters.values()), max_grad_norm, norm)
         self._adamw.step()
         self.zero_grad()
-        return norm
+        return float(norm)
 
     @contextmanager
     def dropout_rng(self) -> Iterator[None]:

@@ -147,9 +147,7 @@ class PolicyJob:
 
 
 def _cause(objective: ObjectiveBatch) -> str:
-    weights_N, old_N, ref_N = objective.importance_weights_N, objective.old_logprobs_N, objective.ref_logprobs_N
-    if weights_N is not None and not torch.isfinite(weights_N).all():
-        return "an importance weight between trainer and sampler overflowed"
+    old_N, ref_N = objective.old_logprobs_N, objective.ref_logprobs_N
     if ref_N is not None and not torch.isfinite((ref_N - objective.logprobs_N).exp()).all():
         return "the divergence from the base model overflowed"
     if old_N is not None and not torch.isfinite((objective.logprobs_N - old_N).exp()).all():
