@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpx
 from fastapi import FastAPI
 from support.tiny_models import tiny_tokenizer
 
@@ -182,6 +183,8 @@ class SmallServer:
     loop: asyncio.AbstractEventLoop
 
     stop: Callable[[], None]
+    http: httpx.Client
+    """A client with keep-alive connections to this server."""
 
     def on_loop(self, work: Any) -> Any:
         """The result of a coroutine run in the server's event loop."""
@@ -212,9 +215,12 @@ def small_server(
         registry = SmallRegistry(engine, ledger, tokenizer)
         app = create_app(registry, ledger, auth=Auth.for_bind("127.0.0.1", key), limits=limits)
         with running(app, limits) as (port, loop, stop):
-            server = SmallServer(f"http://127.0.0.1:{port}", ledger, registry, engine, tokenizer, app, loop, stop)
+            url = f"http://127.0.0.1:{port}"
+            http = httpx.Client(base_url=url, trust_env=False, timeout=30)
+            server = SmallServer(url, ledger, registry, engine, tokenizer, app, loop, stop, http)
             server.on_loop(registry.register(RegisterModel(project="mail", name="agent", base_model=BASE_NAME)))
-            yield server
+            with http:
+                yield server
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
-from ..errors import ApprenticeError, InvalidRequest, NotFound, QueueFull
+from ..errors import ApprenticeError, InvalidRequest, NotFound, PayloadTooLarge, QueueFull
 from .json_body import shown
 
 log = logging.getLogger("apprentice.server")
@@ -49,13 +49,17 @@ def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
         504: "A wait hit its stated limit.",
         507: "The disk of the ledger is full; nothing was recorded.",
     }
-    return {status: {"model": ErrorBody, "description": words[status]} for status in sorted({400, 401, *statuses})}
+    known: dict[int | str, str] = {status: words[status] for status in sorted({400, 401, *statuses})}
+    known["default"] = "Any other failure, in the same form."
+    return {status: {"model": ErrorBody, "description": text} for status, text in known.items()}
 
 
 def error_response(error: ApprenticeError, status: int | None = None, headers: dict[str, str] | None = None) -> Response:
     extra = dict(headers or {})
     if isinstance(error, QueueFull):
         extra["retry-after"] = str(RETRY_AFTER_SECONDS)
+    if isinstance(error, PayloadTooLarge):
+        extra["connection"] = "close"  # the rest of the body is not read
     return Response(to_json(error.to_wire()), status or error.status, extra, "application/json")
 
 

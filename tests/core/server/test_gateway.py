@@ -33,11 +33,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SmallServer]:
 
 def chat(server: SmallServer, path: str = "/v1", headers: dict[str, str] | None = None, **body: Any) -> httpx.Response:
     whole = {"model": POLICY, "messages": HI, **body}
-    return httpx.post(f"{server.url}{path}/chat/completions", json=whole, headers=headers, trust_env=False)
+    return server.http.post(f"{server.url}{path}/chat/completions", json=whole, headers=headers)
 
 
 def complete(server: SmallServer, **body: Any) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/completions", json={"model": POLICY, **body}, trust_env=False)
+    return server.http.post(f"{server.url}/v1/completions", json={"model": POLICY, **body})
 
 
 def events_of(response: httpx.Response) -> list[Any]:
@@ -242,9 +242,9 @@ def test_response_format_is_checked_after_sampling(tmp_path: Path, reply: str, f
 def test_a_schema_that_refers_elsewhere_is_never_fetched(server: SmallServer) -> None:
     schema = {"$ref": f"{server.url}/health"}
     with_ref = {"type": "json_schema", "json_schema": {"name": "s", "schema": schema}}
-    before = httpx.get(f"{server.url}/metrics", trust_env=False).text.count('route="/health"')
+    before = server.http.get(f"{server.url}/metrics").text.count('route="/health"')
     assert chat(server, response_format=with_ref).status_code == 200
-    assert httpx.get(f"{server.url}/metrics", trust_env=False).text.count('route="/health"') == before
+    assert server.http.get(f"{server.url}/metrics").text.count('route="/health"') == before
 
 
 def test_history_that_was_sampled_re_enters_as_the_sampled_ids(server: SmallServer) -> None:
@@ -282,7 +282,7 @@ def test_the_origin_header_is_recorded(server: SmallServer) -> None:
 
 def test_a_finished_trajectory_takes_no_more_calls(server: SmallServer) -> None:
     chat(server, "/t/over/v1")
-    assert httpx.post(f"{server.url}/api/trajectories/over/finish", json={"reward": 1.0}, trust_env=False).status_code == 204
+    assert server.http.post(f"{server.url}/api/trajectories/over/finish", json={"reward": 1.0}).status_code == 204
     refused = chat(server, "/t/over/v1")
     assert (refused.status_code, refused.json()["error"]["code"]) == (409, "trajectory_state")
     assert len(server.ledger.completions("over")) == 1
@@ -290,7 +290,7 @@ def test_a_finished_trajectory_takes_no_more_calls(server: SmallServer) -> None:
 
 def test_a_call_that_outlives_its_trajectory_gets_no_reply_as_if_recorded(tmp_path: Path) -> None:
     engine = holding(TEXT, 3)
-    with small_server(tmp_path, engine=engine) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+    with small_server(tmp_path, engine=engine) as server, httpx.Client(base_url=server.url) as client:
         path = "/t/late/v1/chat/completions"
         with client.stream("POST", path, json={"model": POLICY, "messages": HI, "stream": True}) as response:
             lines = response.iter_lines()
@@ -306,8 +306,8 @@ def test_a_call_that_outlives_its_trajectory_gets_no_reply_as_if_recorded(tmp_pa
 def test_unattributed_calls_are_served_and_counted_loudly(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "apprentice.server"), small_server(tmp_path) as server:
         assert [chat(server).status_code for _ in range(2)] == [200, 200]
-        health = httpx.get(f"{server.url}/health", trust_env=False).json()
-        metrics = httpx.get(f"{server.url}/metrics", trust_env=False).text
+        health = server.http.get(f"{server.url}/health").json()
+        metrics = server.http.get(f"{server.url}/metrics").text
     assert health["unattributed_calls"] == 2
     assert "apprentice_unattributed_calls_total 2.0" in metrics
     assert sum("without a trajectory id" in record.message for record in caplog.records) == 1
@@ -327,18 +327,18 @@ def test_the_alias_is_the_newest_version_at_each_request_and_a_pinned_name_is_no
 
 
 def test_the_models_route_lists_what_can_be_called(server: SmallServer) -> None:
-    listed = httpx.get(f"{server.url}/v1/models", trust_env=False).json()
+    listed = server.http.get(f"{server.url}/v1/models").json()
     assert [entry["id"] for entry in listed["data"]] == [POLICY, BASE_NAME]
     for name in (POLICY, f"{POLICY}@0", BASE_NAME):
-        assert httpx.get(f"{server.url}/v1/models/{name}", trust_env=False).json()["id"] == name
-    assert httpx.get(f"{server.url}/t/some/v1/models", trust_env=False).json() == listed
-    missing = httpx.get(f"{server.url}/v1/models/mail/agent@9", trust_env=False)
+        assert server.http.get(f"{server.url}/v1/models/{name}").json()["id"] == name
+    assert server.http.get(f"{server.url}/t/some/v1/models").json() == listed
+    missing = server.http.get(f"{server.url}/v1/models/mail/agent@9")
     assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
 
 
 def test_a_ledger_that_cannot_write_gives_an_error_and_no_reply(tmp_path: Path) -> None:
     engine = holding(TEXT, 3)
-    with small_server(tmp_path, engine=engine) as server, httpx.Client(base_url=server.url, trust_env=False) as client:
+    with small_server(tmp_path, engine=engine) as server, httpx.Client(base_url=server.url) as client:
         with client.stream("POST", "/t/lost/v1/chat/completions", json={"model": POLICY, "messages": HI, "stream": True}) as response:
             lines = response.iter_lines()
             next(lines)
@@ -421,7 +421,7 @@ def test_replies_of_a_model_can_be_sent_back_as_clients_dump_them(server: SmallS
 
 
 def load(server: SmallServer) -> tuple[int, int]:
-    health = httpx.get(f"{server.url}/health", trust_env=False).json()
+    health = server.http.get(f"{server.url}/health").json()
     return health["queued"], health["running"]
 
 
