@@ -6,8 +6,9 @@ What holds:
 - All writes go through one thread with group commit (see `ledger_writer`), so thousands of callers share transactions.
 - `kill -9` at any moment loses no committed write and doubles none: a transaction is wholly in the write-ahead log or not
   at all, and the log's pages belong to the operating system as soon as they are written. That is why `synchronous=NORMAL`
-  suffices here; FULL would add one fsync per commit to survive a loss of power as well. With NORMAL a power cut may undo
-  the last moments, but leaves a consistent ledger.
+  suffices here. A power cut may undo the last moments, and leaves a consistent ledger. FULL would save those too at one
+  fsync per commit: measured, 0.9 ms more for a lone caller on a fast disk (2.4 to 3.2 ms a call, most of it making the
+  record), and no difference with 32 callers, who share their commits.
 
 Everything here is synchronous and thread-safe; code on an event loop calls it through threads, or takes the future of
 `submit_completions`. The ledger knows records and rows; it knows no chat templates, no engine, no HTTP.
@@ -81,7 +82,7 @@ class Ledger:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise LedgerError(f"the folder of the ledger {path} could not be made: {error}") from error
-        lock = ProcessLock(path)
+        lock = ProcessLock(path.resolve())
         lock.acquire()
         try:
             connection = connect(path, busy_timeout=busy_timeout)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-from ..errors import LedgerError, LedgerFull, LedgerLocked, LedgerVersionError
+from ..errors import InvalidRequest, LedgerError, LedgerFull, LedgerLocked, LedgerVersionError
 
 APPLICATION_ID = 0x41505254
 """`APRT` in SQLite's header: another program's database is never taken for a ledger."""
@@ -155,9 +155,26 @@ def as_ledger_error(error: sqlite3.Error, path: Path) -> LedgerError:
     return LedgerError(f"the ledger {path} could not be used: {error}")
 
 
+def as_typed_error(error: Exception, path: Path) -> Exception:
+    """The error to give a caller whose work on the file at `path` raised `error`; errors of no known kind stay as they are.
+
+    SQLite can neither hold nor look for text with lone surrogates or integers beyond 64 bits: that is the caller's request.
+    Any other ValueError comes from decoding what is stored, since whatever is written was validated before.
+    """
+    if isinstance(error, sqlite3.Error):
+        return as_ledger_error(error, path)
+    if isinstance(error, UnicodeEncodeError):
+        return InvalidRequest(f"expected text that UTF-8 can spell, got a lone surrogate in {error.object!r}")
+    if isinstance(error, OverflowError):
+        return InvalidRequest(f"expected integers of at most 64 bits, got a larger one ({error})")
+    if isinstance(error, ValueError):
+        return LedgerError(f"a record in the ledger {path} is damaged: {str(error).splitlines()[0]}")
+    return error
+
+
 @contextmanager
 def read_transaction(connection: sqlite3.Connection, path: Path) -> Generator[sqlite3.Connection]:
-    """One consistent snapshot; whatever SQLite finds wrong becomes a LedgerError."""
+    """One consistent snapshot; whatever SQLite finds wrong becomes a LedgerError or an InvalidRequest."""
     try:
         connection.execute("BEGIN")
         try:
@@ -165,8 +182,8 @@ def read_transaction(connection: sqlite3.Connection, path: Path) -> Generator[sq
         finally:
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-    except sqlite3.Error as error:
-        raise as_ledger_error(error, path) from error
+    except (sqlite3.Error, ValueError, OverflowError) as error:
+        raise as_typed_error(error, path) from error
 
 
 class ProcessLock:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from ..errors import LedgerError
-from .ledger_schema import as_ledger_error
+from .ledger_schema import as_typed_error
 
 T = TypeVar("T")
 
@@ -94,7 +94,7 @@ class GroupCommitWriter:
                     self._commit([task])
                 return
             for task in tasks:
-                task.error = as_ledger_error(error, self._path) if isinstance(error, sqlite3.Error) else error
+                task.error = as_typed_error(error, self._path)
                 task.error.__cause__ = error if task.error is not error else None
         for task in tasks:
             if task.error is not None:
@@ -126,7 +126,7 @@ class GroupCommitWriter:
         except sqlite3.Error:
             raise
         except Exception as error:  # noqa: BLE001 - the supervised boundary: the caller gets it through its future
-            task.error = error
+            task.error = as_typed_error(error, self._path)
             connection.execute("ROLLBACK TO task")
             if connection.total_changes != before:
                 self._on_undo()

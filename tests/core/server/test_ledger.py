@@ -580,6 +580,25 @@ def test_checkpoints_mirror_the_folders(ledger: Ledger) -> None:
     assert [one.latest for one in ledger.checkpoints()] == [False, False, True]
 
 
+def test_names_and_numbers_that_sqlite_cannot_hold_are_bad_requests(ledger: Ledger) -> None:
+    ledger.create_job(job(), b"{}")
+    for call in (
+        lambda: ledger.trajectory("\ud800"),
+        lambda: ledger.update_trajectory("\ud800", RewardUpdate(reward=1)),
+        lambda: ledger.events("job-1", after=2**64),
+        lambda: ledger.mark_checkpoint(POLICY, 2**64, pinned=True),
+        lambda: ledger.append_completions([completion(None, policy_version=2**64)]),
+    ):
+        with pytest.raises(InvalidRequest, match="expected"):
+            call()
+    assert ledger.counts().completions == 0
+
+
+def test_the_job_of_a_key_is_found(ledger: Ledger) -> None:
+    ledger.create_job(job(), b"{}", "key")
+    assert (ledger.job_of_key("key"), ledger.job_of_key("other")) == ("job-1", None)
+
+
 # opening and closing
 
 

@@ -21,7 +21,7 @@ from apprentice.core.errors import ApprenticeError, LedgerError, LedgerFull, Led
 from apprentice.core.records import Completion, Trajectory
 from apprentice.core.server import ledger_schema, ledger_tokens
 from apprentice.core.server.ledger import Ledger
-from apprentice.core.wire import TrainJob
+from apprentice.core.wire import RegisterModel, TrainJob
 
 TESTS = Path(__file__).resolve().parents[2]
 PREAMBLE = f"""
@@ -345,6 +345,29 @@ def test_pages_overwritten_with_zeros_are_reported_as_damage(tmp_path: Path) -> 
     with Ledger.open(path, read_only=True) as reader, pytest.raises(LedgerError) as damaged:
         reader.completions(made[0].trajectory_id or "")
     assert one_sentence(damaged.value, "damaged")
+
+
+def test_a_damaged_job_or_policy_is_one_sentence(tmp_path: Path) -> None:
+    with Ledger.open(tmp_path / "runs.db") as ledger:
+        ledger.put_policy(RegisterModel(project="mail", name="agent-001", base_model="x"))
+        ledger.create_job(
+            TrainJob(id="j", policy=POLICY, kind="grpo", state="queued", phase="queued", created_at=0.0, updated_at=0.0), b"{}"
+        )
+        connection = sqlite3.connect(ledger.path)
+        connection.execute("UPDATE jobs SET state = 'sleeping'")
+        connection.execute("UPDATE policies SET body = ?", (ledger_tokens.pack_text(b'{"project": 3}'),))
+        connection.commit()
+        connection.close()
+        for call in (lambda: ledger.job("j"), ledger.policies, lambda: ledger.update_job("j", state="running")):
+            with pytest.raises(LedgerError) as damaged:
+                call()
+            assert one_sentence(damaged.value, ledger.path, "damaged")
+
+
+def test_two_names_of_one_file_are_one_ledger(tmp_path: Path) -> None:
+    (tmp_path / "alias.db").symlink_to(tmp_path / "runs.db")
+    with Ledger.open(tmp_path / "runs.db"), pytest.raises(LedgerLocked):
+        Ledger.open(tmp_path / "alias.db")
 
 
 def test_a_changed_blob_is_noticed_on_reading(tmp_path: Path) -> None:
