@@ -224,8 +224,8 @@ class ChatCodec:
         forced = self._template.syntax.forced(choice.name) if choice.mode == "required" else None
         if forced is None:
             return ""
-        think = self._template.think
-        return f"{think.close}\n\n{forced}" if think is not None and self._template.think_prefix else forced
+        think, opened = self._template.think, self._template.think_prefix
+        return f"{think.close}\n\n{forced}" if think is not None and opened and think.close not in opened else forced
 
     def parse(
         self,

@@ -20,7 +20,7 @@ from ..errors import UnknownTrajectory
 from ..records import BranchReason, ChatRequest, Completion, Origin
 from .chat import ChatCodec, Rendered
 from .chat_messages import read_messages, same_turn
-from .splice_memory import Agent, RecordedTurn, Seen, Trace, TrajectoryMemory, digest
+from .splice_memory import Agent, RecordedTurn, Seen, Trace, TrajectoryMemory, chained, digest
 from .splice_reasons import explain
 from .text_ids import Context, contexts
 
@@ -67,8 +67,9 @@ class Splicer:
         """The prompt of a call. Raises `InvalidRequest` for messages that cannot be rendered."""
         memory = self._memory(trajectory_id)
         read = read_messages(request.messages)
-        search = _Search(self, memory, trajectory_id, origin)
-        found = {index: search.candidates(index, read) for index, message in enumerate(read) if message["role"] == "assistant"}
+        digests = [digest(message) for message in read]
+        search = _Search(self, memory, trajectory_id, origin, chained(digests))
+        found = {index: search.candidates(index, message) for index, message in enumerate(read) if message["role"] == "assistant"}
         known = {index: [recorded.turn for recorded in turns] for index, turns in found.items() if turns}
         rendered = self._codec.render_known(
             request.messages, request.tools, request.tool_choice, known, response_format=request.response_format
@@ -79,9 +80,9 @@ class Splicer:
         search.settle(chosen)
         context, turns = _place(rendered, chosen, trajectory_id)
         strangers = len(found) - len(chosen) - len(search.edited)
-        agent, trace = Agent.of(origin), Trace.of(read)
+        agent, trace = Agent.of(origin), Trace.of(read, digests)
         stripped = bool(rendered.thinking_stripped)
-        parent, branch = memory.judge(Seen(agent, origin.attempt, context, trace, turns, tuple(search.edited), strangers, stripped))
+        parent, branch = memory.judge(Seen(agent, context, trace, turns, tuple(search.edited), strangers, stripped))
         return SplicedPrompt(rendered.prompt_ids, parent, branch)
 
     def why(self, trajectory_id: str) -> dict[str, str]:
@@ -90,10 +91,12 @@ class Splicer:
 
     def recorded(self, completion: Completion) -> RecordedTurn | None:
         """A completion as a turn; None if its ids belong to another tokenizer or there are none."""
+        if not completion.token_ids or not completion.request.messages:
+            return None
         usable = self._policies.get(completion.policy)
         if usable is None:
             usable = self._policies[completion.policy] = self._codec.reads_as_recorded(completion)
-        if not usable or not completion.token_ids or not completion.request.messages:
+        if not usable:
             return None
         return RecordedTurn(
             completion.id, completion.trajectory_id, Agent.of(completion.origin), completion.message, self._codec.turn_of(completion)
@@ -142,37 +145,35 @@ class Splicer:
 class _Search:
     """Looks for the completions behind the assistant messages of one request."""
 
-    def __init__(self, splicer: Splicer, memory: TrajectoryMemory, trajectory_id: str | None, origin: Origin) -> None:
+    def __init__(
+        self, splicer: Splicer, memory: TrajectoryMemory, trajectory_id: str | None, origin: Origin, places: Sequence[bytes]
+    ) -> None:
         self._splicer, self._memory, self._trajectory = splicer, memory, trajectory_id
         self._lineage = origin.lineage
-        self._chain = b""
-        self._chained = 0
-        self._places: dict[int, bytes] = {}
+        self._places = places
+        self._new: list[int] = []
         self.edited: list[int] = []
 
-    def candidates(self, index: int, read: Sequence[Mapping[str, Any]]) -> list[RecordedTurn]:
+    def candidates(self, index: int, message: Mapping[str, Any]) -> list[RecordedTurn]:
         """Turns that message `index` may be, the likeliest first; several only where they read alike."""
-        message = read[index]
         pointed = self._pointed(index, message)
         if pointed is not None:
             if not pointed or same_turn(message, pointed[0].message):
                 return pointed
             self.edited.append(index)
             return []
-        place = self._place(index, read)
         with self._memory.lock:
-            noted = self._memory.places.get(place)
+            noted = self._memory.places.get(self._places[index])
         if noted is not None:
             return [turn for completion_id in noted if (turn := self._turn(completion_id)) is not None]
-        turns = self._by_words(message)
-        self._places[index] = place
-        return turns
+        self._new.append(index)
+        return self._by_words(message)
 
     def settle(self, chosen: Mapping[int, RecordedTurn]) -> None:
         """Note which completion each place turned out to be, and which are nobody's."""
         with self._memory.lock:
-            for index, place in self._places.items():
-                self._memory.places[place] = (chosen[index].completion_id,) if index in chosen else ()
+            for index in self._new:
+                self._memory.places[self._places[index]] = (chosen[index].completion_id,) if index in chosen else ()
 
     def _pointed(self, index: int, message: Mapping[str, Any]) -> list[RecordedTurn] | None:
         """What lineage or a tool call id points at; empty if that cannot be used; None if nothing points anywhere."""
@@ -223,12 +224,6 @@ class _Search:
             found = self._splicer.find(self._trajectory, text=message["content"])
         turns = [self._remember(completion) for completion in found if same_turn(message, completion.message)]
         return [turn for turn in turns if turn is not None]
-
-    def _place(self, index: int, read: Sequence[Mapping[str, Any]]) -> bytes:
-        while self._chained <= index:
-            self._chain = digest(read[self._chained], self._chain)
-            self._chained += 1
-        return self._chain
 
 
 def _place(

@@ -56,9 +56,11 @@ class Trace:
     rest: tuple[bytes, ...]
 
     @classmethod
-    def of(cls, messages: Sequence[Mapping[str, Any]]) -> Trace:
-        head = [m for m in messages if m["role"] == "system"]
-        return cls(digest(head), tuple(digest(m) for m in messages if m["role"] != "system"))
+    def of(cls, messages: Sequence[Mapping[str, Any]], digests: Sequence[bytes] | None = None) -> Trace:
+        digests = [digest(message) for message in messages] if digests is None else digests
+        paired = list(zip(messages, digests, strict=True))
+        system = b"".join(found for message, found in paired if message["role"] == "system")
+        return cls(system, tuple(found for message, found in paired if message["role"] != "system"))
 
     def drops_front_of(self, earlier: Trace) -> bool:
         """Whether this is the earlier conversation (and perhaps more) without its first messages."""
@@ -69,9 +71,18 @@ class Trace:
         return False
 
 
-def digest(value: object, before: bytes = b"") -> bytes:
-    """Of a JSON value; with `before`, of a chain that ends in it."""
-    return blake2b(before + json.dumps(value, sort_keys=True, ensure_ascii=True).encode(), digest_size=16).digest()
+def digest(message: Mapping[str, Any]) -> bytes:
+    return blake2b(json.dumps(message, sort_keys=True).encode(), digest_size=16).digest()
+
+
+def chained(digests: Sequence[bytes]) -> list[bytes]:
+    """For every message a digest of the conversation up to and with it."""
+    chain = blake2b(digest_size=16)
+    found: list[bytes] = []
+    for part in digests:
+        chain.update(part)
+        found.append(chain.copy().digest())
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +90,6 @@ class Seen:
     """What is known of a call when its prompt is ready."""
 
     agent: Agent
-    attempt: int
     context: Context
     """Of the whole prompt."""
     trace: Trace
