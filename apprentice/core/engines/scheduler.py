@@ -9,6 +9,7 @@ in commands. Knows nothing of asyncio: outcomes leave through each request's `de
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -23,6 +24,9 @@ from .running import Advance, Request, Runner, Start
 from .sampling import Drawn, draw
 
 T = TypeVar("T")
+
+_HAND_OVER = 1e-4
+"""Seconds without the model's lock after a step: locks are not fair, and somebody may be waiting to load an adapter."""
 
 
 class Scheduler:
@@ -69,7 +73,8 @@ class Scheduler:
         future: Future[None] = Future()
 
         def leave() -> None:
-            self._runner.forget(version)
+            if not self._closing:
+                self._runner.forget(version)
             _complete(future, function)
 
         self._command(lambda: self._leaving.append((version, leave)))
@@ -103,6 +108,7 @@ class Scheduler:
             while self._next_commands():
                 if not self._paused:
                     self._step()
+                    time.sleep(_HAND_OVER)
                 self._let_go()
         except BaseException as cause:  # noqa: BLE001  # the thread's boundary: the engine reports itself closed
             self.cause = cause
@@ -157,6 +163,7 @@ class Scheduler:
                 self.stats.cached_prompt_tokens += request.computed
             self._running.append(request)
         self._waiting.extendleft(reversed(kept))
+        self._count()
 
     def _advance(self, group: Sequence[Request]) -> None:
         for request in group:
@@ -226,12 +233,18 @@ class Scheduler:
 
     def _fail(self, request: Request, message: str, cause: BaseException | None) -> None:
         self._remove(request)
+        self._tell_failure(request, message, cause)
+
+    def _tell_failure(self, request: Request, message: str, cause: BaseException | None) -> None:
+        request.done = True
         error = EngineError(message)
         error.__cause__ = cause
         if not request.cancelled:
             request.deliver(error)
 
     def _sweep(self) -> None:
+        if self._closing:
+            return
         for request in [request for request in self._running if request.cancelled]:
             self._remove(request)
         self._waiting = deque(request for request in self._waiting if not request.cancelled)
@@ -253,9 +266,9 @@ class Scheduler:
         for command in commands:
             command()  # submissions join the queue and fail below; futures are not left hanging
         message = "the engine was closed" if self.cause is None else f"the engine ended: {self.cause}"
-        for request in (*self._running, *self._waiting):
-            self._fail(request, message, self.cause)
-        self._running, self._waiting = [], deque()
+        requests, self._running, self._waiting = (*self._running, *self._waiting), [], deque()
+        for request in requests:
+            self._tell_failure(request, message, self.cause)
         for _, leave in self._leaving:
             leave()
         self._count()
