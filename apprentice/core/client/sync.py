@@ -7,6 +7,7 @@ Rollouts may be plain functions: each runs in a thread of its own, inside its tr
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextvars
 import functools
 import threading
@@ -36,6 +37,9 @@ T = TypeVar("T")
 P = ParamSpec("P")
 SyncRollout: TypeAlias = Callable[[Scenario], Returned]
 
+END_SECONDS = 5.0
+"""How long the end of the process waits for the background loop."""
+
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 
@@ -45,8 +49,19 @@ def _background_loop() -> asyncio.AbstractEventLoop:
     with _lock:
         if _loop is None or _loop.is_closed():
             _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="apprentice-sync", daemon=True).start()
+            thread = threading.Thread(target=_loop.run_forever, name="apprentice-sync", daemon=True)
+            thread.start()
+            atexit.register(_end, _loop, thread)
         return _loop
+
+
+def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
+    """Close the loop's connections in good order before the interpreter takes things apart."""
+    asyncio.run_coroutine_threadsafe(loop.shutdown_asyncgens(), loop).result(END_SECONDS)
+    loop.call_soon_threadsafe(loop.stop)
+    thread.join(END_SECONDS)
+    if not loop.is_running():
+        loop.close()
 
 
 def _running_loop() -> asyncio.AbstractEventLoop | None:
