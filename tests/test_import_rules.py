@@ -71,9 +71,23 @@ def test_the_rule_checker_sees_relative_and_nested_imports() -> None:
     assert {"apprentice.core.server", "apprentice.core.server.app", "apprentice.core.client.scope", "torch.nn"} <= set(found)
 
 
-def test_importing_apprentice_loads_only_the_thin_client() -> None:
-    code = "import sys, apprentice; print(','.join(sorted({name.split('.')[0] for name in sys.modules})))"
+def test_the_public_names_load_only_the_thin_client() -> None:
+    code = "import sys, apprentice as a; [getattr(a, n) for n in a.__all__]; print(','.join({name.split('.')[0] for name in sys.modules}))"
     loaded = set(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip().split(","))
-    heavy = {"torch", "transformers", "peft", "trl", "numpy", "openai", "fastapi", "uvicorn", "typer", "rich", "polars", "litellm", "langgraph"}
+    heavy = {
+        "torch",
+        "transformers",
+        "peft",
+        "trl",
+        "numpy",
+        "openai",
+        "fastapi",
+        "uvicorn",
+        "typer",
+        "rich",
+        "polars",
+        "litellm",
+        "langgraph",
+    }
     assert loaded & heavy == set()
     assert {"httpx", "pydantic"} <= loaded
