@@ -66,7 +66,7 @@ class AttentionPlan:
                 ranges.append((start, end))
         return ranges[::-1]
 
-    def multiply_adds_per_head(self) -> int:
+    def pairs(self) -> int:
         """Query-key pairs that the model's mathematics needs (tiles are not rounded up): the measure of attention's work."""
         pairs = 0
         for start, end, _, subtree_end in self.segments:

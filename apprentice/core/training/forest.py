@@ -283,13 +283,13 @@ class _Layout:
             self._places[sample] = places
 
     def forest(self, samples: tuple[TokenSample, ...], numbers: tuple[int, ...]) -> Forest:
-        segments, segment_of_start = self._segments()
+        segments = self._segments()
         token_ids_T = np.concatenate(self._parts) if self._parts else np.zeros(0, dtype=np.int64)
         positions_T = np.zeros(self._size, dtype=np.int64)
         for start, end, parent, _ in segments:
             first = 0 if parent < 0 else int(positions_T[segments[parent].end - 1]) + 1
             positions_T[start:end] = np.arange(first, first + end - start)
-        starts = sorted(segment_of_start)
+        starts = [segment.start for segment in segments]
         rows = tuple(
             Row(int(np.searchsorted(starts, last, side="right")) - 1, length, tuple(sorted(row_samples)))
             for (last, length), row_samples in zip(self._row_end, self._row_samples, strict=True)
@@ -301,10 +301,9 @@ class _Layout:
             predictors_U, slot_N.astype(np.int64),
         )  # fmt: skip
 
-    def _segments(self) -> tuple[tuple[Segment, ...], dict[int, int]]:
+    def _segments(self) -> tuple[Segment, ...]:
         starts = sorted(self._parent_token)
-        index = {start: number for number, start in enumerate(starts)}
-        ends = [*starts[1:], self._size]
+        ends = [*starts[1:], self._size][: len(starts)]
         last_token = {end - 1: number for number, end in enumerate(ends)}
         parents = [-1 if self._parent_token[start] < 0 else last_token[self._parent_token[start]] for start in starts]
         subtree_end = list(ends)
@@ -312,7 +311,7 @@ class _Layout:
             if parents[number] >= 0:
                 subtree_end[parents[number]] = max(subtree_end[parents[number]], subtree_end[number])
         rows = zip(starts, ends, parents, subtree_end, strict=True)
-        return tuple(Segment(*row) for row in rows), index
+        return tuple(Segment(*row) for row in rows)
 
     def _targets(self, samples: tuple[TokenSample, ...]) -> tuple[Ints, Ints, Ints, Ints]:
         empty = np.zeros(0, dtype=np.int64)
