@@ -44,6 +44,8 @@ class RefusalPart(TypedDict):
 class CalledFunction(TypedDict):
     name: Annotated[str, Field(min_length=1)]
     arguments: str
+    parsed_arguments: NotRequired[JsonValue]
+    """Added by OpenAI's Python client to what it received; dropped."""
 
 
 @with_config(_STRICT)
@@ -81,6 +83,7 @@ class AssistantMessage(TypedDict):
     annotations: NotRequired[list[JsonValue] | None]
     audio: NotRequired[None]
     function_call: NotRequired[None]
+    parsed: NotRequired[JsonValue]
 
 
 @with_config(_STRICT)
@@ -274,18 +277,23 @@ def _check_tools(names: list[str], choice: object) -> None:
         raise InvalidRequest(f"`tool_choice` is {choice!r}, which needs `tools`", param="tool_choice")
 
 
-_ECHOED = frozenset({"refusal", "annotations", "audio", "function_call"})
-"""Fields of a reply that say nothing to the model; a client that sends a reply back includes them."""
+_ECHOED = frozenset({"annotations", "audio", "function_call", "parsed"})
+"""Fields that clients add to a reply, or that are always empty here; they say nothing to the model."""
 
 
 def _shown_to_the_model(message: Any) -> JsonObject:
-    kept = {key: value for key, value in message.items() if value is not None and not (key in _ECHOED and not value)}
+    kept = {key: value for key, value in message.items() if value is not None and key not in _ECHOED}
     if message["role"] == "assistant":
-        kept.pop("annotations", None)
         kept.setdefault("content", None)
-        if not kept.get("tool_calls", True):
-            del kept["tool_calls"]
+        calls = kept.pop("tool_calls", None)
+        if calls:
+            kept["tool_calls"] = [_call_shown(call) for call in calls]
     return kept
+
+
+def _call_shown(call: Any) -> JsonObject:
+    function = call["function"]
+    return {"id": call["id"], "type": "function", "function": {"name": function["name"], "arguments": function["arguments"]}}
 
 
 def _tool_shown(tool: Any) -> JsonObject:
