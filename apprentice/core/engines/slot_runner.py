@@ -12,6 +12,7 @@ import torch
 from ..errors import EngineError
 from ..training.policy import HostedModel
 from .adapters import adapter_name
+from .head import head_in_blocks
 from .protocol import PolicyVersion
 from .running import Advance, Request, Start
 from .slot_attention import NAME, ShapeProbe, SlotPlan, SlotTensors, StepSequence, register
@@ -99,7 +100,7 @@ class SlotRunner:
         ids_T, positions_T, slots_T, wanted_W = (torch.tensor(x, device=device) for x in (ids, positions, slots, wanted or [len(ids) - 1]))
         plan = SlotPlan(self._tensors, sequences, slots_T)
         version = parts[0][0].version
-        with self._host.using(adapter_name(version)) as model, self._host.attention(NAME), torch.no_grad():
+        with self._host.using(adapter_name(version)) as model, self._host.attention(NAME), head_in_blocks(model), torch.no_grad():
             output = model(input_ids=ids_T[None], position_ids=positions_T[None], use_cache=False, logits_to_keep=wanted_W, slot_plan=plan)
         logits = output.logits[0].float()[: len(wanted)].split(counts)
         for request, tokens in parts:

@@ -13,7 +13,7 @@ import pytest_asyncio
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.tiny_models import tiny_qwen3, tiny_sliding_window
+from support.tiny_models import tiny_qwen3, tiny_sliding_window, tiny_tokenizer
 
 from apprentice.core.config import AdapterConfig
 from apprentice.core.engines.embedded import EmbeddedEngine
@@ -25,6 +25,7 @@ from apprentice.core.records import SamplingParams
 from apprentice.core.training.base_models import resolve_base
 from apprentice.core.training.policy import HostedModel
 
+_TOKENIZER = tiny_tokenizer()
 ONE, TWO = PolicyVersion("mail/agent", 1), PolicyVersion("mail/agent", 2)
 
 
@@ -269,6 +270,28 @@ async def test_models_with_query_and_key_norms_take_the_fast_path(tmp_path: Path
     await engine.close()
 
 
+async def test_a_large_head_gives_the_same_numbers(tmp_path: Path) -> None:
+    host = HostedModel.load(resolve_base(str(wide_llama(tmp_path))), dtype="float32", device="cpu")
+    engine = EmbeddedEngine(host, kv_cache_tokens=1024)
+    replies = await asyncio.gather(*(draw(engine, some_ids(seed, 30), max_tokens=20) for seed in range(3)))
+    for seed, (tokens, logprobs) in enumerate(replies):
+        assert logprobs == pytest.approx(plain(host, some_ids(seed, 30), tokens), abs=1e-4)
+    assert max(max(tokens) for tokens, _ in replies) > 8192  # the last blocks are drawn from too
+    await engine.close()
+    assert "forward" not in vars(host.model.get_output_embeddings())
+
+
+def wide_llama(folder: Path) -> Path:
+    from transformers import AutoModelForCausalLM, LlamaConfig
+
+    config = LlamaConfig(
+        vocab_size=9001, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=512
+    )
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return folder
+
+
 def tiny_gemma3(folder: Path) -> HostedModel:
     from transformers import AutoModelForCausalLM, Gemma3TextConfig
 
@@ -299,8 +322,6 @@ def tiny_qwen3_next(folder: Path) -> HostedModel:
 
 
 def _host(model, folder: Path) -> HostedModel:
-    from support.tiny_models import tiny_tokenizer
-
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
     return HostedModel.load(resolve_base(str(folder)), dtype="float32", device="cpu")
@@ -329,17 +350,9 @@ async def test_models_without_full_attention_go_through_their_own_cache_and_say_
 def test_a_stop_string_ends_at_the_first_token_whose_text_completes_it(text: str, data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(text) - 1))
     stop = text[start : start + data.draw(st.integers(1, 6))]
-    tokenizer = _tokenizer()
+    tokenizer = _TOKENIZER
     ids = tokenizer.encode(text, add_special_tokens=False)
     expected = next(end for end in range(1, len(ids) + 1) if stop in tokenizer.decode(ids[:end], clean_up_tokenization_spaces=False))
     rule = EndRule(SamplingParams(max_tokens=1000, stop=("zzzz", stop)), (), room=1000, decode=plain_decode(tokenizer))
     ended = next((end, ending) for end, token in enumerate(ids, start=1) if (ending := rule.push(token)))
     assert (ended[0], ended[1].reason, ended[1].stop_string) == (expected, "stop", stop)
-
-
-def _tokenizer():
-    from support.tiny_models import tiny_tokenizer
-
-    if not hasattr(_tokenizer, "made"):
-        _tokenizer.made = tiny_tokenizer()
-    return _tokenizer.made
