@@ -84,7 +84,6 @@ def test_the_public_names_load_only_the_thin_client() -> None:
         "fastapi",
         "uvicorn",
         "typer",
-        "rich",
         "polars",
         "litellm",
         "langgraph",

@@ -37,7 +37,6 @@ class OptimizerConfig(Record):
     max_grad_norm: Positive = 1.0
     tokens_per_microbatch: Annotated[int, Field(ge=64)] = 8192
     """Bound on the packed forest's tokens in one forward and backward pass. Larger single trees are split by leaves."""
-    seed: int = 0
 
 
 class TrainConfig(OptimizerConfig):
@@ -75,6 +74,8 @@ class SftConfig(OptimizerConfig):
     epochs: Annotated[int, Field(ge=1)] = 1
     batch_size: Annotated[int, Field(ge=1)] = 8
     """Demonstrations per optimizer step."""
+    seed: int = 0
+    """Decides the order of the demonstrations in each epoch."""
 
 
 class CheckpointPolicy(Record):

@@ -19,7 +19,7 @@
     │   │   ├── JobConflict            a train job is running and the caller chose not to queue
     │   │   └── ModelMismatch          a policy is already registered differently
     │   └── PayloadTooLarge            (413)
-    ├── InfrastructureError            the machinery failed, not the rollout (HTTP 503); safe to retry
+    ├── InfrastructureError            the machinery failed, not the rollout (HTTP 503)
     │   ├── ServerUnavailable          no answer, connection lost, not ready
     │   ├── ServerStartError           the child process did not come up; carries the log's tail
     │   ├── QueueFull                  the admission queue is at its bound (429)
@@ -35,8 +35,8 @@
     └── RolloutError                   the user's rollout or reward code failed
         └── RunAborted                 too many rollouts failed; the first cause is attached
 
-`InfrastructureError` and `RolloutError` are kept apart everywhere: the first is retried and never counted
-against the agent, the second is counted and never retried. Each class has a `code` that travels over HTTP in
+`InfrastructureError` and `RolloutError` are kept apart everywhere: the first is never counted against the agent, and
+retried unless the same request would meet it again; the second is counted and never retried. Each class has a `code` that travels over HTTP in
 OpenAI's error form and comes back as the same class on the client.
 """
 

@@ -29,13 +29,14 @@ class ModelInfo(Record):
     base_model: str
     step: int
     adapter: AdapterConfig
-    context_length: int
-    trainable_parameters: int
-    tool_format: str
+    context_length: int | None = None
+    """This and what follows is known once the policy is in memory: after registration, or its first call after a restart."""
+    trainable_parameters: int | None = None
+    tool_format: str | None = None
     """How tool calls are written by this model family, e.g. `hermes`."""
-    sharing: bool
+    sharing: bool | None = None
     """True: forest training; False: row by row, `warnings` says why."""
-    engine: str
+    engine: str | None = None
     warnings: tuple[str, ...] = ()
 
 
@@ -128,7 +129,7 @@ class TrainEvent(Record):
 
     seq: int
     job_id: str
-    kind: Literal["phase", "progress", "metrics", "warning", "heartbeat", "end"]
+    kind: Literal["phase", "progress", "end"]
     at: float
     data: dict[str, JsonValue] = Field(default_factory=dict)
 
@@ -149,7 +150,8 @@ class PinCheckpoint(Record):
 
 
 class Health(Record):
-    status: Literal["starting", "ready", "degraded"]
+    status: Literal["ready"]
+    """A server answers only once it is ready."""
     version: str
     engine: str
     device: str

@@ -101,10 +101,14 @@ class JobSteps:
             example = max(batch.samples, key=lambda sample: abs(sample.tokens.advantages[0])).tokens
         else:
             targets = await asyncio.to_thread(load_targets, self._ledger, runtime.base.codec, request)
-            batch, fates = None, dict.fromkeys(request.trajectories, Fate.trained)
+            batch, recorded = None, targets[len(request.demonstrations) :]
+            fates = {
+                name: Fate.trained if turns else Fate.no_completions for name, turns in zip(request.trajectories, recorded, strict=True)
+            }
             example = next((turns[0] for turns in targets if turns), None)
             if example is None:
-                return Outcome(runtime.step, runtime.step, reason="none of the trajectories has a sampled turn to learn from")
+                reason = "none of the trajectories has a sampled turn to learn from"
+                return Outcome(runtime.step, runtime.step, fates, reason=reason)
         rows = [*canary_rows(runtime.base), [*example.prompt_ids, *example.token_ids][-MAX_ROW:]]
         report = self._threadsafe(progress)
         await enter("forward_backward")

@@ -16,7 +16,7 @@ from ..records import JsonObject, TrainResult
 from ..wire import CheckpointInfo, JobPhase, JobState, RegisterModel, TrainEvent, TrainJob
 from .ledger_tokens import dump_json, load_json, pack_text, unpack_text
 
-EventKind = Literal["phase", "progress", "metrics", "warning", "heartbeat", "end"]
+EventKind = Literal["phase", "progress", "end"]
 TERMINAL: frozenset[JobState] = frozenset({"trained", "no_update", "failed"})
 _JOB = "seq, id, policy, kind, state, phase, created_at, updated_at, result"
 

@@ -77,6 +77,12 @@ class Policies:
     def running(self) -> dict[str, PolicyRuntime]:
         return dict(self._running)
 
+    def asleep(self, body: RegisterModel) -> ModelInfo:
+        """What is known of a registered policy without bringing it into memory."""
+        alias = f"{body.project}/{body.name}"
+        latest = self.store.latest(alias)
+        return ModelInfo(policy=alias, base_model=body.base_model, step=0 if latest is None else latest.step, adapter=body.adapter)
+
     async def register(self, body: RegisterModel) -> PolicyRuntime:
         """Make the policy, or find it as it was made before. Raises ModelMismatch, ModelRefused, ConfigError."""
         alias = f"{body.project}/{body.name}"
@@ -240,7 +246,7 @@ def _load_trainer(runtime: PolicyRuntime, checkpoint: Checkpoint) -> None:
 
 
 def _check_same(alias: str, known: RegisterModel, body: RegisterModel) -> None:
-    for name in ("base_model", "adapter", "seed", "fork_from"):
+    for name in ("base_model", "adapter", "checkpoints", "seed", "fork_from"):
         if getattr(known, name) != getattr(body, name):
             raise ModelMismatch(
                 f"policy {alias} is registered with {name} {getattr(known, name)!r}, now {getattr(body, name)!r} came; use another name",

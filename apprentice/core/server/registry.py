@@ -86,8 +86,10 @@ class ServerRegistry:
         return (await self._policies.register(body)).info()
 
     def models(self) -> Sequence[ModelInfo]:
-        """Policies in memory, by name."""
-        return [runtime.info() for _, runtime in sorted(self._policies.running().items())]
+        """All registered policies by name; of those that are not in memory only what the ledger and the checkpoints tell."""
+        running = self._policies.running()
+        bodies = {f"{body.project}/{body.name}": body for body in self._ledger.policies()}
+        return [running[alias].info() if alias in running else self._policies.asleep(bodies[alias]) for alias in sorted(bodies)]
 
     def base_models(self) -> Sequence[str]:
         return sorted(self._bases.loaded())

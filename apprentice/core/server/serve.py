@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 from collections.abc import Callable
 from contextlib import AsyncExitStack
@@ -59,4 +60,11 @@ async def run_server(
         app = create_app(registry, ledger, auth=auth, limits=options.limits)
         await jobs.start()
         stack.push_async_callback(jobs.close)
-        await serve(app, options.host, options.port, on_ready, options.limits)
+
+        def ready(port: int) -> None:
+            # What is alive now stays: without this, each full collection walks torch's heap for up to 0.8 s.
+            gc.collect()
+            gc.freeze()
+            on_ready(port)
+
+        await serve(app, options.host, options.port, ready, options.limits)

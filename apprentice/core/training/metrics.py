@@ -23,7 +23,7 @@ METRICS: dict[str, str] = {
     "trajectories/trained": "trajectories with at least one trained completion",
     "loss": "mean loss of the optimizer steps",
     "entropy": "mean entropy in nats of the policy's next-token distribution at trained tokens",
-    "kl": "mean k3 estimate of the divergence from the base model per trained token (only with beta > 0)",
+    "kl": "mean over trained tokens of ratio × k3, the estimated divergence from the base model (only with beta > 0)",
     "clip_ratio/low_mean": "share of tokens (gspo: sequences) whose ratio is clipped from below",
     "clip_ratio/high_mean": "share of tokens (gspo: sequences) whose ratio is clipped from above",
     "clip_ratio/region_mean": "share of tokens (gspo: sequences) whose ratio is clipped",
@@ -43,6 +43,8 @@ METRICS: dict[str, str] = {
     "seconds/forward_backward": "seconds spent in forward and backward passes",
     "seconds/optimizer": "seconds spent in optimizer steps",
     "seconds/total": "seconds of the whole training step",
+    "canary/max_difference": "largest |engine − trainer| log-probability of the canary after the sync",
+    "canary/moved": "mean change of the trainer's log-probabilities on the canary by this job (absent after a resume)",
 }
 """Every metric that a train job can report. A metric is absent, not zero, where it does not apply."""
 
