@@ -178,7 +178,7 @@ def _choose_runner(host: HostedModel, cache_tokens: int | None, prefill_tokens: 
         try:
             runner = SlotRunner(host, cache_tokens=cache_tokens, prefill_tokens=prefill_tokens)
             difference = largest_difference(host, runner)
-        except (EngineError, ConfigError, TypeError) as error:
+        except Exception as error:  # noqa: BLE001  # whatever a model's own code says: it is told in the notes, and the slow path serves
             reason = f"its attention cannot run over the slot cache ({error})"
         else:
             tolerance = TOLERANCE_16_BIT if torch.finfo(host.dtype).bits == 16 else TOLERANCE
