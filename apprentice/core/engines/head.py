@@ -28,12 +28,12 @@ def head_in_blocks(model: Any) -> Iterator[None]:
         return
     weight_VE = head.weight
 
-    def forward(hidden: Tensor) -> Tensor:
-        rows_RE = hidden.reshape(-1, hidden.shape[-1])
+    def forward(input: Tensor) -> Tensor:
+        rows_RE = input.reshape(-1, input.shape[-1])
         logits_RV = rows_RE.new_empty(len(rows_RE), len(weight_VE))
         for target_RK, block_KE in zip(logits_RV.split(_BLOCK, 1), weight_VE.split(_BLOCK), strict=True):
             torch.mm(rows_RE, block_KE.t(), out=target_RK)
-        return logits_RV.view(*hidden.shape[:-1], -1)
+        return logits_RV.view(*input.shape[:-1], -1)
 
     head.forward = forward
     try:
