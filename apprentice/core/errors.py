@@ -36,13 +36,13 @@
         └── RunAborted                 too many rollouts failed; the first cause is attached
 
 `InfrastructureError` and `RolloutError` are kept apart everywhere: the first is never counted against the agent, and
-retried unless the same request would meet it again; the second is counted and never retried. Each class has a `code` that travels over HTTP in
-OpenAI's error form and comes back as the same class on the client.
+retried unless the same request would meet it again; the second is counted and never retried. Each class has a `code` that
+travels over HTTP in OpenAI's error form and comes back as the same class on the client.
 """
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 
 class ApprenticeError(Exception):
@@ -207,9 +207,8 @@ _BY_CODE: dict[str, type[ApprenticeError]] = {cls.code: cls for cls in _tree(App
 
 def from_wire(body: object, status: int) -> ApprenticeError:
     """Rebuild the error that a server sent. An unknown code keeps its message; its class follows the HTTP status."""
-    error: dict[str, Any] = {}
-    if isinstance(body, dict) and isinstance(body.get("error"), dict):  # pyright: ignore[reportUnknownMemberType]
-        error = body["error"]  # pyright: ignore[reportUnknownVariableType]
+    body = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
+    error = cast("dict[str, Any]", body["error"]) if isinstance(body.get("error"), dict) else {}
     fallback = UserInputError if 400 <= status < 500 else InfrastructureError
     cls = _BY_CODE.get(str(error.get("code")), fallback)
     message = str(error.get("message") or f"the server answered with HTTP status {status} and no message")

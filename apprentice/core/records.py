@@ -61,7 +61,7 @@ class Origin(Record):
     namespace: str | None = None
     source: str | None = None
     attempt: int = 0
-    lineage: dict[int, str] = Field(default_factory=dict)
+    lineage: dict[int, str] = Field(default_factory=dict[int, str])
     extra: JsonObject = Field(default_factory=dict)
 
 

@@ -76,7 +76,5 @@ def show(event: TrainEvent, progress: Progress) -> None:
     data = event.data
     if event.kind == "phase":
         progress.note(f"train job: {data.get('phase', '')}")
-    elif event.kind == "warning":
-        progress.note(f"warning: {data.get('message', data)}")
     elif event.kind == "progress":
         progress.note("train job: " + ", ".join(f"{key} {value}" for key, value in data.items()))

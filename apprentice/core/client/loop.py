@@ -348,5 +348,3 @@ def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:
         for name, value in trajectory.metrics.items():
             numbers.setdefault(name, []).append(value)
     return {**row, **{f"rollout/{name}": statistics.fmean(found) for name, found in numbers.items()}}
-
-

@@ -63,8 +63,23 @@ class TrainableModel:
         self.info: ModelInfo | None = None
         """What the server said at registration: context length, tool format, warnings."""
         self.backend: Backend | None = None
+        self._pinned: int | None = None
         self._transport: Transport | None = None
         self._api: ControlApi | None = None
+
+    @classmethod
+    async def attach(cls, backend: Backend, policy: str) -> TrainableModel:
+        """A policy that the server already has, by name; `project/name@step` calls that version only. Raises UnknownModel."""
+        alias, at, step = policy.partition("@")
+        project, slash, name = alias.partition("/")
+        if not slash or (at and not step.isdecimal()):
+            raise ConfigError(f"a policy is named project/name or project/name@step, got {policy!r}", param="policy")
+        transport = await backend.connect()
+        info = await ControlApi(transport).model(alias)
+        model = cls(project, name, info.base_model, info.adapter)
+        model.info, model.backend, model._transport = info, backend, transport
+        model._pinned = int(step) if at else None
+        return model
 
     def __repr__(self) -> str:
         return f"TrainableModel({self.policy!r}, base_model={self.spec.base_model!r})"
@@ -90,8 +105,8 @@ class TrainableModel:
 
     @property
     def inference_name(self) -> str:
-        """What to put into a request's `model`: always the newest version, resolved by the server per request."""
-        return self.policy
+        """What to put into a request's `model`: always the newest version, resolved by the server per request (see `attach`)."""
+        return self.policy if self._pinned is None else self.inference_name_at(self._pinned)
 
     def inference_name_at(self, step: int) -> str:
         """The name of one pinned version."""

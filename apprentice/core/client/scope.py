@@ -162,9 +162,7 @@ class TrajectoryScope:
             raise TrajectoryStateError(f"trajectory {self.id} was entered before; make a new one with model.trajectory() for each rollout")
         scenario_id = self.scenario.id if self.scenario else None
         self._opened_with = json_object(self.metadata, "metadata")
-        body = OpenTrajectory(
-            id=self.id, policy=self.policy, scenario_id=scenario_id, group_id=self.group_id, metadata=self._opened_with
-        )
+        body = OpenTrajectory(id=self.id, policy=self.policy, scenario_id=scenario_id, group_id=self.group_id, metadata=self._opened_with)
         await self._model.api.open_trajectory(body)
         self.status = TrajectoryStatus.open
 

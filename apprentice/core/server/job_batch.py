@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..config import TrainConfig
 from ..records import Completion, Fate, FinishReason, Trajectory, TrajectoryStatus
@@ -78,7 +79,7 @@ def _selected(trajectory: Trajectory, config: TrainConfig, context_length: int) 
     return {c.id: c for c in fitting}, None
 
 
-def _matches(completion: Completion, train_only: Mapping[str, str] | None) -> bool:
+def _matches(completion: Completion, train_only: Mapping[Any, str] | None) -> bool:
     return all(getattr(completion.origin, key) == value for key, value in (train_only or {}).items())
 
 

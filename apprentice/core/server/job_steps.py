@@ -10,12 +10,14 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from ..engines.protocol import PolicyVersion
 from ..errors import CheckpointCorrupt, TrainJobFailed
 from ..records import Fate, JsonObject
 from ..training.checkpoints import Checkpoint, CheckpointState
+from ..training.forest import TokenSample
 from ..training.trainer import StepOutcome
 from ..wire import GrpoJob, JobPhase, SftJob
 from .canary import MAX_ROW, check_canary
@@ -44,10 +46,21 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class _Trained:
-    """What training left: the metrics, and the rows of the canary with the log-probabilities before and after."""
+class _Work:
+    """A job that is ready to be computed by `run(report)`. `example` is one of its rows; None: nothing to train, for `reason`."""
 
-    outcome: StepOutcome
+    run: Callable[[Callable[[JsonObject], None]], StepOutcome]
+    fates: dict[str, Fate]
+    metrics: dict[str, float]
+    example: TokenSample | None
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Trained:
+    """What training left: the metrics, and the rows of the canary with the log-probabilities before the step."""
+
+    metrics: dict[str, float]
     fates: dict[str, Fate]
     rows: list[list[int]]
     old: list[list[float]]
@@ -93,42 +106,39 @@ class JobSteps:
         return runtime.step
 
     async def _train(self, runtime: PolicyRuntime, request: GrpoJob | SftJob, enter: Enter, progress: Progress) -> _Trained | Outcome:
-        if isinstance(request, GrpoJob):
-            batch = await asyncio.to_thread(self._grpo_batch, runtime, request)
-            if not batch.samples:
-                return Outcome(runtime.step, runtime.step, batch.fates, batch.metrics, reason=_nothing_to_train(batch))
-            fates = batch.fates
-            example = max(batch.samples, key=lambda sample: abs(sample.tokens.advantages[0])).tokens
-        else:
-            targets = await asyncio.to_thread(load_targets, self._ledger, runtime.base.codec, request)
-            batch, recorded = None, targets[len(request.demonstrations) :]
-            fates = {
-                name: Fate.trained if turns else Fate.no_completions for name, turns in zip(request.trajectories, recorded, strict=True)
-            }
-            example = next((turns[0] for turns in targets if turns), None)
-            if example is None:
-                reason = "none of the trajectories has a sampled turn to learn from"
-                return Outcome(runtime.step, runtime.step, fates, reason=reason)
-        rows = [*canary_rows(runtime.base), [*example.prompt_ids, *example.token_ids][-MAX_ROW:]]
+        work = await asyncio.to_thread(self._prepare, runtime, request)
+        if work.example is None:
+            return Outcome(runtime.step, runtime.step, work.fates, work.metrics, reason=work.reason)
+        rows = [*canary_rows(runtime.base), [*work.example.prompt_ids, *work.example.token_ids][-MAX_ROW:]]
         report = self._threadsafe(progress)
         await enter("forward_backward")
-        engine, trainer = runtime.base.engine, runtime.trainer
-        await engine.pause()
+        await runtime.base.engine.pause()
         try:
-            old = await asyncio.to_thread(trainer.score, rows)
-            if isinstance(request, GrpoJob):
-                assert batch is not None
-                outcome = await asyncio.to_thread(trainer.step, batch.samples, request.config, report)
-            else:
-                outcome = await asyncio.to_thread(trainer.sft, targets, request.config, report)
+            old = await asyncio.to_thread(runtime.trainer.score, rows)
+            outcome = await asyncio.to_thread(work.run, report)
         finally:
-            await engine.resume()
-        metrics = {**(batch.metrics if batch else {}), **outcome.metrics}
+            await runtime.base.engine.resume()
+        metrics = {**work.metrics, **outcome.metrics}
         if not outcome.moved:
             await self._policies.revert(runtime)
             reason = "the gradient was too small to move any weight"
-            return Outcome(runtime.step, runtime.step, fates, metrics, reason=reason)
-        return _Trained(StepOutcome(metrics=metrics, moved=True), fates, rows, old)
+            return Outcome(runtime.step, runtime.step, work.fates, metrics, reason=reason)
+        return _Trained(metrics, work.fates, rows, old)
+
+    def _prepare(self, runtime: PolicyRuntime, request: GrpoJob | SftJob) -> _Work:
+        """Load and arrange what the job trains on."""
+        if isinstance(request, GrpoJob):
+            groups = load_groups(self._ledger, request)
+            batch = build_batch(groups, request.config, context_length=runtime.base.host.context_length)
+            example = max((s.tokens for s in batch.samples), key=lambda tokens: abs(tokens.advantages[0]), default=None)
+            run = partial(runtime.trainer.step, batch.samples, request.config)
+            return _Work(run, batch.fates, batch.metrics, example, _nothing_to_train(batch))
+        targets = load_targets(self._ledger, runtime.base.codec, request)
+        recorded = zip(request.trajectories, targets[len(request.demonstrations) :], strict=True)
+        fates = {name: Fate.trained if turns else Fate.no_completions for name, turns in recorded}
+        example = next((turns[0] for turns in targets if turns), None)
+        run = partial(runtime.trainer.sft, targets, request.config)
+        return _Work(run, fates, {}, example, "none of the trajectories has a sampled turn to learn from")
 
     def _threadsafe(self, progress: Progress) -> Callable[[JsonObject], None]:
         """For the training thread: hand a report to the event loop and go on, or end here if the server stops."""
@@ -164,7 +174,7 @@ class JobSteps:
         state = CheckpointState(
             step=runtime.step + 1,
             job_id=job_id,
-            metrics=trained.outcome.metrics,
+            metrics=trained.metrics,
             config=request.config.model_dump(mode="json"),
             fates=trained.fates,
         )

@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from ..records import Completion, Trajectory
+from ..records import Completion, Trajectory, TrajectoryStatus
 from ..training.checkpoints import CheckpointStore
 from .ledger import Ledger
 from .registry import StoredCheckpoints
@@ -41,8 +41,8 @@ def policies_table(ledger: Ledger) -> RenderableType:
             body.base_model,
             str(step),
             f"{len(recent)}{'+' if len(recent) == RECENT else ''}",
-            str(states.count("open")),
-            str(states.count("failed")),
+            str(states.count(TrajectoryStatus.open)),
+            str(states.count(TrajectoryStatus.failed)),
             f"{statistics.fmean(rewards):.3f}" if rewards else "-",
             ", ".join(f"{state} {count}" for state, count in _counts([job.state for job in own]).items()) or "-",
         )
