@@ -17,7 +17,7 @@ demo: install
 	$(PY) examples/calendar_agent.py
 
 test: install lint
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 lint: install
 	$(PY) -m ruff check .
