@@ -112,7 +112,7 @@ def _announce(port: int) -> None:
 @contextmanager
 def child(*arguments: str) -> Iterator[str]:
     """The URL of a server started from this file; ended on exit."""
-    process = subprocess.Popen([sys.executable, __file__, *arguments], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen([sys.executable, str(Path(__file__).resolve()), *arguments], stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
         for line in process.stdout:

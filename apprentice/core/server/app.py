@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import resource
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -161,6 +162,7 @@ class _Server(uvicorn.Server):
 async def serve(app: FastAPI, host: str, port: int, on_ready: Callable[[int], None], limits: Limits | None = None) -> None:
     """Serve until SIGINT or SIGTERM. `port` 0 takes a free one; `on_ready` gets the port once connections are accepted."""
     raise_open_files()
+    gc.freeze()  # what is loaded by now stays: it need not be searched for garbage again and again
     listener = bind(host, port)
     config = uvicorn.Config(
         app,

@@ -35,7 +35,7 @@ from .gateway_reply import (
 from .gateway_schema import ChatBody, CompletionBody
 from .gateway_stream import Wishes, events
 from .http_errors import documented
-from .json_body import JsonRoute, parse_json
+from .json_body import DirectRoute, parse_json
 
 ORIGIN_HEADER = "x-apprentice-origin"
 _NAME = re.compile(NAME_PATTERN)
@@ -43,16 +43,16 @@ _CALL_ERRORS = documented(404, 409, 413, 429, 503, 504, 507)
 _STREAM = {200: {"content": {"text/event-stream": {"schema": {"type": "string"}}}, "description": "The reply; with `stream` as events."}}
 
 
-def gateway_routers(gateway: Gateway) -> tuple[APIRouter, APIRouter]:
+def gateway_routers(gateway: Gateway) -> tuple[APIRouter, ...]:
     """`/v1/…` and `/t/{trajectory}/v1/…`. Made twice rather than nested: each level of routers costs every request time."""
     in_trajectory = [Depends(_trajectory_in_path)]
-    return _routes(gateway, "/v1"), _routes(gateway, "/t/{trajectory}/v1", in_trajectory)
+    return *_routes(gateway, "/v1"), *_routes(gateway, "/t/{trajectory}/v1", in_trajectory)
 
 
-def _routes(gateway: Gateway, prefix: str, dependencies: Sequence[Any] = ()) -> APIRouter:
-    routes = APIRouter(prefix=prefix, route_class=JsonRoute, tags=["OpenAI API"], dependencies=dependencies)
+def _routes(gateway: Gateway, prefix: str, dependencies: Sequence[Any] = ()) -> tuple[APIRouter, APIRouter]:
+    calls = APIRouter(prefix=prefix, route_class=DirectRoute, tags=["OpenAI API"], dependencies=dependencies)
 
-    @routes.post("/chat/completions", response_model=ChatCompletion, responses={**_STREAM, **_CALL_ERRORS})
+    @calls.post("/chat/completions", response_model=ChatCompletion, responses={**_STREAM, **_CALL_ERRORS})
     async def chat_completions(body: ChatBody, request: Request) -> Response:
         """A reply of the model to a conversation. History that was sampled here re-enters as the tokens that were sampled."""
         caller = caller_of(request)
@@ -61,7 +61,7 @@ def _routes(gateway: Gateway, prefix: str, dependencies: Sequence[Any] = ()) -> 
         wishes = Wishes("chat", body.model, bool(body.logprobs), bool(body.return_token_ids), body.wants_usage, text)
         return await _answer(gateway, request, call, wishes, bool(body.stream))
 
-    @routes.post("/completions", response_model=TextCompletion, responses={**_STREAM, **_CALL_ERRORS})
+    @calls.post("/completions", response_model=TextCompletion, responses={**_STREAM, **_CALL_ERRORS})
     async def completions(body: CompletionBody, request: Request) -> Response:
         """A continuation of a prompt given as text or, exactly, as token ids."""
         caller = caller_of(request)
@@ -69,6 +69,8 @@ def _routes(gateway: Gateway, prefix: str, dependencies: Sequence[Any] = ()) -> 
         text = gateway.text_of(call.served)
         wishes = Wishes("text", body.model, body.logprobs is not None, bool(body.return_token_ids), body.wants_usage, text)
         return await _answer(gateway, request, call, wishes, bool(body.stream))
+
+    routes = APIRouter(prefix=prefix, tags=["OpenAI API"], dependencies=dependencies)
 
     @routes.get("/models", response_model=ModelList, responses=documented())
     async def models() -> ModelList:
@@ -86,7 +88,7 @@ def _routes(gateway: Gateway, prefix: str, dependencies: Sequence[Any] = ()) -> 
         base = next((info.base_model for info in gateway.registry.models() if info.policy == served.alias), None)
         return _policy_entry(gateway, model, base, served.version)
 
-    return routes
+    return calls, routes
 
 
 async def _trajectory_in_path(trajectory: Annotated[str, Path(pattern=NAME_PATTERN)]) -> None:

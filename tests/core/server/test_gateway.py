@@ -379,19 +379,25 @@ def test_a_client_that_leaves_before_its_turn_leaves_the_queue(tmp_path: Path) -
         assert server.ledger.completions("second") == ()
 
 
-def test_calls_over_the_bound_of_the_queue_are_turned_away_and_late_ones_expire(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stream", [True, False])
+def test_calls_over_the_bound_of_the_queue_are_turned_away(tmp_path: Path, stream: bool) -> None:
     engine = holding(TEXT, 4)
-    limits = Limits(running_per_engine=1, waiting_per_engine=1, queue_seconds=0.5)
-    with small_server(tmp_path, engine=engine, limits=limits) as server:
+    with small_server(tmp_path, engine=engine, limits=Limits(running_per_engine=1, waiting_per_engine=1)) as server:
         body = json.dumps({"model": POLICY, "messages": HI}).encode()
-        with raw_request(server, "/v1/chat/completions", body):
+        with raw_request(server, "/v1/chat/completions", body), raw_request(server, "/v1/chat/completions", body):
+            eventually(lambda: load(server) == (1, 1))
+            full = chat(server, stream=stream)
+    assert (full.status_code, full.json()["error"]["code"]) == (429, "queue_full")
+    assert int(full.headers["retry-after"]) >= 1
+
+
+def test_a_call_whose_turn_does_not_come_in_time_is_told_so(tmp_path: Path) -> None:
+    engine = holding(TEXT, 4)
+    with small_server(tmp_path, engine=engine, limits=Limits(running_per_engine=1, queue_seconds=0.05)) as server:
+        with raw_request(server, "/v1/chat/completions", json.dumps({"model": POLICY, "messages": HI}).encode()):
             assert engine.holding.wait(20)
             expired = chat(server)
-            with raw_request(server, "/v1/chat/completions", body):
-                full = next(response for response in iter(lambda: chat(server, stream=True), None) if response.status_code == 429)
     assert (expired.status_code, expired.json()["error"]["code"]) == (504, "deadline_exceeded")
-    assert full.json()["error"]["code"] == "queue_full"
-    assert int(full.headers["retry-after"]) >= 1
 
 
 def test_stopping_the_server_keeps_what_was_sampled(tmp_path: Path) -> None:
