@@ -196,7 +196,7 @@ def _checkpoints(registry: Registry) -> APIRouter:
     routes = _routes("Checkpoints")
     path = "/checkpoints/{project}/{name}/{step}"
 
-    @routes.get("/checkpoints", responses=documented())
+    @routes.get("/checkpoints", responses=documented(404))
     async def checkpoints(policy: Annotated[str | None, Query(max_length=300)] = None) -> list[CheckpointInfo]:
         """Of one policy, or of all."""
         return list(await run_in_threadpool(registry.checkpoints.list, policy))

@@ -393,10 +393,11 @@ def test_calls_over_the_bound_of_the_queue_are_turned_away(tmp_path: Path, strea
 
 def test_a_call_whose_turn_does_not_come_in_time_is_told_so(tmp_path: Path) -> None:
     engine = holding(TEXT, 4)
-    with small_server(tmp_path, engine=engine, limits=Limits(running_per_engine=1, queue_seconds=0.05)) as server:
-        with raw_request(server, "/v1/chat/completions", json.dumps({"model": POLICY, "messages": HI}).encode()):
-            assert engine.holding.wait(20)
-            expired = chat(server)
+    body = json.dumps({"model": POLICY, "messages": HI}).encode()
+    limits = Limits(running_per_engine=1, queue_seconds=0.05)
+    with small_server(tmp_path, engine=engine, limits=limits) as server, raw_request(server, "/v1/chat/completions", body):
+        assert engine.holding.wait(20)
+        expired = chat(server)
     assert (expired.status_code, expired.json()["error"]["code"]) == (504, "deadline_exceeded")
 
 
