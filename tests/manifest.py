@@ -1,0 +1,187 @@
+"""Every behaviour that Apprentice promises: what is promised, where it is promised, and the tests that show it.
+
+`tests/test_manifest.py` checks that each named test exists. A promise without a test does not belong in the README.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Promise(NamedTuple):
+    """`tests` are `file::function`, relative to tests/."""
+
+    id: str
+    says: str
+    source: str
+    tests: tuple[str, ...]
+
+
+CLIENT, SERVER, ENGINES, TRAINING = "core/client", "core/server", "core/engines", "core/training"
+
+MANIFEST: tuple[Promise, ...] = (
+    Promise(
+        "exact-tokens",
+        "what is trained is byte-equal to what was sampled, in the context it was sampled in",
+        "README",
+        (
+            "core/test_exact_tokens.py",
+            f"{SERVER}/test_splice.py::test_the_next_prompt_is_the_last_one_and_exactly_what_was_sampled",
+            f"{SERVER}/test_gateway.py::test_a_reply_says_who_sampled_it_and_the_ledger_holds_exactly_what_it_shows",
+        ),
+    ),
+    Promise(
+        "provenance",
+        "a turn that was edited, repaired or sampled by another tokenizer is never taken for a sample",
+        "docs/server.md",
+        (
+            f"{SERVER}/test_splice.py::test_an_edited_turn_is_shown_as_edited_and_the_history_counts_as_rewritten",
+            f"{SERVER}/test_splice.py::test_repaired_broken_json_is_no_sampled_turn",
+            f"{SERVER}/test_splice.py::test_ids_of_another_tokenizer_are_never_spliced",
+        ),
+    ),
+    Promise(
+        "unparsable-kept",
+        "a reply that does not parse comes back as text, with the reason, and is kept",
+        "README",
+        (f"{SERVER}/test_gateway.py::test_a_call_that_does_not_parse_comes_back_as_text_with_the_reason",),
+    ),
+    Promise(
+        "branches-explained",
+        "the server says of every branch why it branched",
+        "docs/server.md",
+        (
+            f"{SERVER}/test_splice.py::test_thinking_that_the_template_strips_branches_and_says_so",
+            f"{SERVER}/test_splice.py::test_dropped_first_messages_are_a_truncation",
+            f"{SERVER}/test_splice.py::test_same_prompts_are_retries_of_one_caller_and_siblings_of_two",
+        ),
+    ),
+    Promise(
+        "streams-add-up",
+        "a stream's deltas add up to the reply that is not streamed",
+        "docs/server.md",
+        (f"{SERVER}/test_gateway.py::test_a_stream_adds_up_to_the_same_reply", f"{SERVER}/test_reply_stream.py"),
+    ),
+    Promise(
+        "openai-clients",
+        "the official Python and npm clients work, streamed and not, with tools",
+        "docs/server.md",
+        (
+            f"{SERVER}/test_openai_clients.py::test_python_runs_a_tool_and_sends_the_result_back",
+            f"{SERVER}/test_openai_clients.py::test_the_npm_client_works_streamed_and_not_with_tools",
+        ),
+    ),
+    Promise(
+        "no-5xx-from-input",
+        "no request makes the server fail",
+        "docs/server.md",
+        (f"{SERVER}/test_schemathesis.py", f"{SERVER}/test_gateway_bad_input.py"),
+    ),
+    Promise(
+        "unknown-model-404",
+        "an unknown model is refused, never replaced",
+        "docs/server.md",
+        (f"{SERVER}/test_train_jobs.py::test_a_pinned_version_answers_as_it_did_before_training",),
+    ),
+    Promise(
+        "newest-version",
+        "the alias is the newest version at each request; a pinned name is not",
+        "README",
+        (f"{SERVER}/test_gateway.py::test_the_alias_is_the_newest_version_at_each_request_and_a_pinned_name_is_not",),
+    ),
+    Promise(
+        "committed-before-reply",
+        "a call is committed before its reply leaves, and a ledger that cannot write gives an error",
+        "README",
+        (
+            f"{SERVER}/test_gateway.py::test_a_ledger_that_cannot_write_gives_an_error_and_no_reply",
+            f"{SERVER}/test_ledger_failures.py::test_a_writer_killed_in_a_burst_loses_no_append_that_returned_and_doubles_none",
+            "core/test_random_kills.py",
+        ),
+    ),
+    Promise(
+        "full-or-locked",
+        "a full disk, a locked file, a newer version or damage is one sentence",
+        "DESIGN 12",
+        (
+            f"{SERVER}/test_ledger_failures.py::test_a_full_file_system_is_a_full_disk_and_writing_goes_on_when_there_is_room",
+            f"{SERVER}/test_ledger_failures.py::test_a_second_server_on_the_same_ledger_is_told_who_has_it",
+            f"{SERVER}/test_ledger_failures.py::test_a_ledger_of_a_newer_version_is_refused_with_both_versions_and_left_as_it_is",
+        ),
+    ),
+    Promise(
+        "linear-growth",
+        "an N-turn rollout costs O(N) bytes",
+        "README",
+        (f"{SERVER}/test_ledger.py::test_a_rollout_twice_as_long_takes_about_twice_the_bytes",),
+    ),
+    Promise("export", "an export keeps ids and log-probabilities exactly", "README", (f"{SERVER}/test_export.py",)),
+    Promise(
+        "job-resume",
+        "a job killed between any two phases ends in the same weights, bit for bit",
+        "README",
+        (f"{SERVER}/test_train_jobs.py::test_a_job_killed_as_a_phase_begins_ends_in_the_same_weights_bit_for_bit",),
+    ),
+    Promise(
+        "no-silent-no-op",
+        "equal rewards update nothing, and every trajectory has a fate",
+        "README",
+        (f"{SERVER}/test_train_jobs.py::test_equal_rewards_update_nothing_and_say_so",),
+    ),
+    Promise("canary", "an engine that does not serve the new weights fails the job", "README", (f"{SERVER}/test_canary.py",)),
+    Promise(
+        "checkpoint-integrity",
+        "a damaged checkpoint is found and never served",
+        "docs/architecture.md",
+        (
+            f"{SERVER}/test_train_jobs.py::test_a_checkpoint_with_a_flipped_byte_is_not_served",
+            f"{TRAINING}/test_checkpoints.py::test_every_single_flipped_byte_is_found",
+            f"{TRAINING}/test_checkpoints.py::test_killed_at_any_moment_an_action_has_happened_wholly_or_not_at_all",
+        ),
+    ),
+    Promise("plain-peft", "an adapter folder is plain PEFT format", "README", (f"{TRAINING}/test_policy.py",)),
+    Promise(
+        "forest-equals-rows",
+        "loss and gradients of forest training equal row-by-row training on any tree",
+        "README",
+        (
+            f"{TRAINING}/test_forest_attention.py::test_forest_equals_sample_by_sample_in_float64_for_an_adapter_on_a_frozen_base",
+            f"{TRAINING}/test_forest_attention.py::test_forest_equals_sample_by_sample_in_fp32",
+            f"{TRAINING}/test_forest_attention.py::test_micro_batches_add_up_to_the_same_gradient",
+        ),
+    ),
+    Promise(
+        "objectives",
+        "objectives and advantages equal TRL's numbers",
+        "docs/training.md",
+        (f"{TRAINING}/test_objectives.py", f"{TRAINING}/test_advantages.py"),
+    ),
+    Promise(
+        "sampler-equals-trainer",
+        "sampler and trainer agree on log-probabilities within 1e-4 in fp32",
+        "README",
+        ("core/test_exact_tokens.py", f"{SERVER}/test_train_jobs.py::test_a_job_moves_the_step_and_says_what_became_of_every_trajectory"),
+    ),
+    Promise("engine-contract", "every engine keeps one contract", "docs/architecture.md", (f"{ENGINES}/test_contract.py",)),
+    Promise(
+        "prefix-reuse",
+        "shared prompts and earlier turns are read once",
+        "README",
+        (
+            f"{ENGINES}/test_embedded.py::test_a_group_reads_its_shared_prompt_once",
+            f"{ENGINES}/test_embedded.py::test_the_next_turn_reads_only_what_is_new",
+        ),
+    ),
+    Promise("base-models", "a base model that cannot be used is refused with one sentence", "README", (f"{TRAINING}/test_base_models.py",)),
+    Promise("loop-resume", "the training loop goes on after a kill at any arrow", "README", (f"{CLIENT}/test_training_loop.py",)),
+    Promise(
+        "failures-are-no-zeros", "a failed rollout is reported and is no zero reward", "docs/from-art.md", (f"{CLIENT}/test_gather.py",)
+    ),
+    Promise(
+        "server-ends-with-parent", "the local server ends with its parent, however that ends", "README", (f"{CLIENT}/test_local_server.py",)
+    ),
+    Promise("local-first", "any bind but loopback needs a key", "README", (f"{SERVER}/test_auth.py",)),
+    Promise("command-line", "errors of the command are one sentence and exit code 2", "README", ("test_cli.py",)),
+    Promise("docs-are-true", "tables, links and code of the docs agree with the code", "CONTRIBUTING", ("test_docs.py",)),
+    Promise("thin-client", "`import apprentice` needs only httpx and pydantic", "DESIGN 2", ("test_import_rules.py",)),
+)
