@@ -194,8 +194,8 @@ def success_only(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
     ]
 
 
-async def learn(home: Path, steps: int, demonstrations: int, held_out: int) -> tuple[LoopResult, str]:
-    model = TrainableModel("demo", "calendar", base_model="smollm2-135m")
+async def learn(home: Path, base_model: str, steps: int, demonstrations: int, held_out: int) -> tuple[LoopResult, str]:
+    model = TrainableModel("demo", "calendar", base_model=base_model)
     async with LocalBackend(home) as backend:
         await model.register(backend)
         client = model.openai_client()
@@ -247,11 +247,12 @@ def show(result: LoopResult, adapter: str) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=Path(".apprentice/demo"), help="ledger, checkpoints and report")
+    parser.add_argument("--base-model", default="smollm2-135m")
     parser.add_argument("--steps", type=int, default=8, help="GRPO steps")
     parser.add_argument("--demonstrations", type=int, default=64, help="for the warm-up, eight a step")
     parser.add_argument("--held-out", type=int, default=48, help="questions of the evaluation")
     args = parser.parse_args()
-    result, adapter = asyncio.run(learn(args.home, args.steps, args.demonstrations, args.held_out))
+    result, adapter = asyncio.run(learn(args.home, args.base_model, args.steps, args.demonstrations, args.held_out))
     sys.exit(0 if show(result, adapter) else 1)
 
 
