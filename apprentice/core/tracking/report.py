@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue
 
 from ..records import Record
 
-WIDTH, HEIGHT, MARGIN = 720, 260, 44
+WIDTH, HEIGHT, MARGIN = 720, 260, 56
 
 
 class Curve(Record):
@@ -74,7 +74,7 @@ def render_html(report: Report) -> str:
     parts += [f"<p>{escape(line)}</p>" for line in report.summary]
     if report.bars:
         parts.append(f"<h2>Before and after</h2>{bars_svg(report.bars)}{_bar_table(report.bars)}")
-    parts += [f"<h2>{escape(curve.name)}</h2>{curve_svg(curve)}" for curve in report.curves if curve.points]
+    parts += [f"<h2>{escape(curve.name)}</h2>{curve_svg(curve)}" for curve in report.curves if len(curve.points) > 1]
     if report.samples:
         parts.append("<h2>Samples</h2>" + "".join(_sample(sample) for sample in report.samples))
     if report.facts:
@@ -168,11 +168,14 @@ def _label(x: float, y: float, text: str, anchor: str = "start") -> str:
 
 
 def _padded(low: float, high: float) -> tuple[float, float]:
+    """The axis: 0 to 1 for what lies there (rewards, shares), so that charts compare; else just the values' range."""
+    if low >= 0.0 and high <= 1.0:
+        return 0.0, 1.0
     return (low, high) if high > low else (low - 0.5, high + 0.5)
 
 
 def _number(value: float) -> str:
-    return f"{value:.4g}"
+    return f"{value:.3g}"
 
 
 def _text(value: JsonValue) -> str:

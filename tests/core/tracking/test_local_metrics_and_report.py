@@ -97,7 +97,7 @@ def test_both_files_are_written_and_hold_the_same(tmp_path: Path) -> None:
 
 def test_a_curve_is_drawn_to_scale() -> None:
     svg = curve_svg(Curve(name="reward", points=((0.0, 0.0), (5.0, 1.0), (10.0, 0.5))))
-    assert 'points="44.0,216.0 360.0,44.0 676.0,130.0"' in svg
+    assert 'points="56.0,204.0 360.0,56.0 664.0,130.0"' in svg
     assert "step 5: 1" in svg
     assert "no values" in curve_svg(Curve(name="x", points=((1.0, float("inf")),)))
     assert 'points="360.0,130.0"' in curve_svg(Curve(name="one", points=((3.0, 2.0),)))
@@ -105,5 +105,5 @@ def test_a_curve_is_drawn_to_scale() -> None:
 
 def test_bars_start_at_zero_and_carry_their_interval() -> None:
     svg = bars_svg([Bar(name="before", mean=0.5, low=0.25, high=1.0, n=4)])
-    assert '<rect x="320.0" y="130.0" width="80.0" height="86.0"/>' in svg
+    assert '<rect x="320.0" y="130.0" width="80.0" height="74.0"/>' in svg
     assert 'd="M360.0 173.0V44.0"' in svg
