@@ -106,4 +106,4 @@ def test_a_curve_is_drawn_to_scale() -> None:
 def test_bars_start_at_zero_and_carry_their_interval() -> None:
     svg = bars_svg([Bar(name="before", mean=0.5, low=0.25, high=1.0, n=4)])
     assert '<rect x="320.0" y="130.0" width="80.0" height="74.0"/>' in svg
-    assert 'd="M360.0 173.0V44.0"' in svg
+    assert 'd="M360.0 167.0V56.0"' in svg
