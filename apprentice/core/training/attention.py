@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from ..errors import ModelRefused
+from .adapter_products import folded_adapters
 from .forest import Segment
 
 NAME = "forest"
@@ -125,17 +126,36 @@ class _MergedAttention(torch.autograd.Function):
         keys, values = _per_query_head(k, heads), _per_query_head(v, heads)
         dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
         for a, b, c, d, causal in ctx.plan.rectangles:
-            part_q, part_k, part_v = _flash_backward(
-                g[:, :, a:b], q[:, :, a:b], keys[:, :, c:d], values[:, :, c:d], out[:, :, a:b], lse[:, :, a:b], 0.0, causal, scale=ctx.scale
-            )
-            part_k, part_v = (_per_key_head(x, k.shape[1]) for x in (part_k, part_v))
-            if causal:
-                dq[:, :, a:b], dk[:, :, c:d], dv[:, :, c:d] = part_q, part_k, part_v
-            else:
-                dq[:, :, a:b] += part_q
-                dk[:, :, c:d] += part_k
-                dv[:, :, c:d] += part_v
+            # The kernel gives each head to one thread; an odd number of heads is evened out by halving the queries.
+            halves = 1 if causal or heads % 2 == 0 or b - a < 2 else 2
+            for first, last, parts in _even(a, b, halves):
+                queries = [_as_batch(x[:, :, first:last], parts) for x in (g, q, out, lse)]
+                part_q, part_k, part_v = _flash_backward(
+                    queries[0], queries[1], keys[:, :, c:d].expand(parts, -1, -1, -1), values[:, :, c:d].expand(parts, -1, -1, -1),
+                    queries[2], queries[3], 0.0, causal, scale=ctx.scale,
+                )  # fmt: skip
+                part_q = part_q.transpose(0, 1).flatten(1, 2)[None]
+                part_k, part_v = (_per_key_head(x.sum(0, keepdim=True) if parts > 1 else x, k.shape[1]) for x in (part_k, part_v))
+                if causal:
+                    dq[:, :, a:b], dk[:, :, c:d], dv[:, :, c:d] = part_q, part_k, part_v
+                else:
+                    dq[:, :, first:last] += part_q
+                    dk[:, :, c:d] += part_k
+                    dv[:, :, c:d] += part_v
         return dq, dk, dv, None, None
+
+
+def _even(start: int, end: int, parts: int) -> Iterator[tuple[int, int, int]]:
+    """`(start, end, parts)` with a length that `parts` divides, and what is left over as one part."""
+    middle = end - (end - start) % parts
+    yield start, middle, parts
+    if middle < end:
+        yield middle, end, 1
+
+
+def _as_batch(x: torch.Tensor, parts: int) -> torch.Tensor:
+    """1 x H x S (x D) → parts x H x S/parts (x D), as a view."""
+    return x if parts == 1 else x[0].unflatten(1, (parts, -1)).transpose(0, 1)
 
 
 def _per_query_head(x: torch.Tensor, heads: int) -> torch.Tensor:
@@ -214,16 +234,17 @@ def _refuse_unsupported(
 
 @contextmanager
 def forest_attention_in(model: PreTrainedModel) -> Iterator[None]:
-    """Let `model` attend by forests inside; its own implementation is back afterwards.
+    """Let `model` attend by forests inside, and fold plain LoRA adapters for long products (`adapter_products`).
 
-    Backward does not need it, except under gradient checkpointing, which runs the layers again.
+    All is as before afterwards. Backward does not need it, except under gradient checkpointing, which runs the layers again.
     """
     configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
     before = [config._attn_implementation for config in configs]
     try:
         for config in configs:
             config._attn_implementation = NAME
-        yield
+        with folded_adapters(model):
+            yield
     finally:
         for config, implementation in zip(configs, before, strict=True):
             config._attn_implementation = implementation

@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 import torch
 from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from support.forests import sample, trees
 
 from apprentice.core.errors import ModelRefused
-from apprentice.core.training import attention, logprobs
+from apprentice.core.training import adapter_products, attention, logprobs
 from apprentice.core.training.attention import AttentionPlan, forest_attention_in
 from apprentice.core.training.forest import Forest, TokenSample, pack
 from apprentice.core.training.logprobs import forest_logprobs, row_logprobs
@@ -189,7 +190,7 @@ def test_other_families_equal_sample_by_sample_too(family: str, lora: bool, tree
     assert_equal_training(model_of(family, lora=lora), samples, [Forest.build(samples)], shared, 1e-9)
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(trees())
 @example(HARD_TREES[3])
 def test_micro_batches_add_up_to_the_same_gradient(samples: SampleList) -> None:
@@ -204,6 +205,42 @@ def test_row_by_row_equals_sample_by_sample(samples: SampleList) -> None:
     assert_equal_training(model_of("llama", lora=True), samples, [Forest.build(samples)], by_rows, 1e-9)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("tree", range(len(HARD_TREES)))
+def test_folding_the_adapter_into_the_weight_changes_nothing(family: str, tree: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(adapter_products, "MANY_TOKENS", 1)
+    folded: list[int] = []
+    forward = adapter_products._FoldedLinear.apply
+    monkeypatch.setattr(adapter_products._FoldedLinear, "apply", lambda *args: folded.append(1) or forward(*args))
+    model, samples = model_of(family, lora=True), HARD_TREES[tree]
+    assert_equal_training(model, samples, [Forest.build(samples)], shared, 1e-9)
+    assert len(folded) == 2 * 2 * 7, "two layers of seven products, for each of two objectives"
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_adapters_that_cannot_be_folded_stay_with_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    monkeypatch.setattr(adapter_products, "MANY_TOKENS", 1)
+    forest = Forest.build(HARD_TREES[3])
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("folded")
+
+    monkeypatch.setattr(adapter_products._FoldedLinear, "apply", refuse)
+    for options in ({"use_dora": True}, {"lora_dropout": 0.5}, {"lora_bias": True}):
+        model: Any = get_peft_model(
+            AutoModelForCausalLM.from_config(_config("llama")), LoraConfig(r=2, target_modules="all-linear", **options)
+        )
+        model.train()
+        assert torch.isfinite(shared(model, forest)).all()
+    two = model_of("llama", lora=True)
+    with two.disable_adapter():
+        bare = shared(two, forest)
+    assert not torch.equal(bare, by_rows(two, forest))
+
+
 @pytest.mark.parametrize("tile", [1, 3, 256])
 def test_the_tile_size_does_not_change_the_result(tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(attention, "TILE", tile)
@@ -212,9 +249,10 @@ def test_the_tile_size_does_not_change_the_result(tile: int, monkeypatch: pytest
 
 
 @settings(max_examples=12, deadline=None)
-@given(trees())
-@example(HARD_TREES[3])
-def test_the_portable_attention_equals_the_flash_one(samples: SampleList) -> None:
+@given(trees(), st.sampled_from([2, 3]))
+@example(HARD_TREES[3], 3)
+def test_the_portable_attention_equals_the_flash_one(samples: SampleList, group: int) -> None:
+    """Also for an odd number of query heads, whose backward is cut in halves."""
     plan = AttentionPlan(Forest.build(samples).segments)
     if not plan.tokens:
         return
@@ -223,7 +261,8 @@ def test_the_portable_attention_equals_the_flash_one(samples: SampleList) -> Non
     for attend in (attention._MergedAttention.apply, attention._portable_attention):
         generator.manual_seed(0)
         q, k, v, g = (
-            torch.randn(1, heads, plan.tokens, 8, dtype=torch.float64, generator=generator).requires_grad_() for heads in (6, 2, 2, 6)
+            torch.randn(1, heads, plan.tokens, 8, dtype=torch.float64, generator=generator).requires_grad_()
+            for heads in (3 * group, 3, 3, 3 * group)
         )
         out = attend(q, k, v, plan, 0.3)
         results.append([out, *torch.autograd.grad(out, [q, k, v], g.detach())])
