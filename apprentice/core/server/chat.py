@@ -78,6 +78,11 @@ class ChatCodec:
         self._hidden = self._find_hidden()
 
     @property
+    def tokenizer(self) -> Any:
+        """The Hugging Face tokenizer (untyped upstream) that it works with."""
+        return self._tokenizer
+
+    @property
     def tool_format(self) -> str:
         """How tool calls are written, e.g. `hermes`."""
         return self._template.syntax.name

@@ -190,7 +190,7 @@ def max_tokens(asked: int | None, prompt: int, context: int, default: int) -> in
 
 def tokenizer_of(served: Served) -> Any:
     """The Hugging Face tokenizer (untyped upstream) that the codec works with."""
-    return served.codec._tokenizer
+    return served.codec.tokenizer
 
 
 def plain_reader(tokenizer: Any, stop: Sequence[str]) -> ReplyStream:

@@ -1,7 +1,8 @@
 """Policies in memory: each is a training adapter on its base model, and the version of it that is served.
 
 A policy comes from its registration (step 0) or from its latest checkpoint; either way the engine loads the published
-folder, as it will after every train job, and the canary checks it. Knows checkpoints and engines; no HTTP, no jobs.
+folder, as it will after every train job, and the canary checks it. What fails half-way leaves nothing in memory. Knows
+checkpoints and engines; no HTTP, no jobs.
 """
 
 from __future__ import annotations
@@ -9,36 +10,44 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..engines.protocol import PolicyVersion
-from ..errors import ConfigError, ModelMismatch, UnknownModel
+from ..errors import ConfigError, Conflict, ModelMismatch, UnknownCheckpoint, UnknownModel
 from ..training.checkpoints import Checkpoint, CheckpointState, CheckpointStore
-from ..training.policy import HostedModel
 from ..training.trainer import Trainer
-from ..wire import CheckpointInfo, ModelInfo, RegisterModel
+from ..wire import ModelInfo, RegisterModel
 from .bases import BasePool, BaseRuntime
 from .canary import CANARY_TEXT, CanaryReport, check_canary
 from .ledger import Ledger
+from .policy_state import copy_into_trainer, drop_trainer, fresh_trainer, restored_trainer, write_policy
+from .stored_checkpoints import checkpoint_info
 
 log = logging.getLogger(__name__)
 
 PINNED_VERSIONS_IN_MEMORY = 4
-"""Older versions (`project/name@step`) that stay loaded; the least recently used one goes first."""
+"""Older versions that stay loaded, for calls that still wait for their turn with one and for `project/name@step`; the least
+recently used one goes first."""
 REGISTRATION = "registration"
 """The job id that stands in a step-0 checkpoint."""
 
 
 @dataclass(slots=True)
 class PolicyRuntime:
-    """One policy that can be sampled and trained. `step` is the version that its alias means now."""
+    """One policy that can be sampled and trained. `step` is the version that its alias means now.
+
+    `dirty`: the trainer may hold something else than the checkpoint of `step`; `revert` it before it trains.
+    """
 
     body: RegisterModel
     base: BaseRuntime
     trainer: Trainer
     step: int
     older: OrderedDict[int, None] = field(default_factory=OrderedDict[int, None])
+    dirty: bool = False
 
     @property
     def alias(self) -> str:
@@ -93,14 +102,14 @@ class Policies:
                 return await self._get(alias)
             base = await self._bases.get(body.base_model)
             runtime = await self._create(body, alias, base)
-            await asyncio.to_thread(self._ledger.put_policy, body)
             self._running[alias] = runtime
             return runtime
 
     async def get(self, alias: str) -> PolicyRuntime:
-        """The policy, restored from its latest checkpoint if it is not in memory. Raises UnknownModel."""
+        """The policy, restored from its latest checkpoint if it is not in memory. Raises UnknownModel, CheckpointCorrupt."""
         if alias in self._running:
             return self._running[alias]
+        await asyncio.to_thread(self._ledger.policy, alias)  # an unknown one need not wait for the lock
         async with self._lock:
             return await self._get(alias)
 
@@ -108,47 +117,98 @@ class Policies:
         """Make an earlier version servable. Raises UnknownCheckpoint, CheckpointCorrupt."""
         if step == runtime.step:
             return
-        async with self._lock:
-            if step not in runtime.older:
-                checkpoint = await asyncio.to_thread(self.store.get, runtime.alias, step)
-                await asyncio.to_thread(self.store.verify, checkpoint)
-                version = PolicyVersion(runtime.alias, step)
-                if version in self._retiring:
-                    await self._retiring[version]
-                await runtime.base.engine.load(version, checkpoint.adapter)
-            runtime.older[step] = None
-            runtime.older.move_to_end(step)
-            while len(runtime.older) > PINNED_VERSIONS_IN_MEMORY:
-                dropped, _ = runtime.older.popitem(last=False)
-                self._retire(runtime, PolicyVersion(runtime.alias, dropped))
+        if step > runtime.step:  # it may be on the disk already, but no canary has seen it
+            raise UnknownCheckpoint(f"policy '{runtime.alias}' has no checkpoint of step {step} yet; it is at step {runtime.step}")
+        if step not in runtime.older:
+            async with self._lock:
+                if step not in runtime.older:
+                    checkpoint = await asyncio.to_thread(self.store.get, runtime.alias, step)
+                    await asyncio.to_thread(self.store.verify, checkpoint)
+                    await self.load(runtime.base, PolicyVersion(runtime.alias, step), checkpoint.adapter)
+        self._keep_older(runtime, step)
+
+    async def load(self, base: BaseRuntime, version: PolicyVersion, folder: Path) -> None:
+        """Load a version into the engine, after an earlier one of the same number is gone from it. Raises EngineError."""
+        if version in self._retiring:
+            await asyncio.wait([self._retiring[version]])
+        await base.engine.load(version, folder)
 
     async def advance(self, runtime: PolicyRuntime, checkpoint: Checkpoint) -> None:
         """Let the alias mean the new version, which the engine serves already, and forget what retention lets go."""
-        before, runtime.step = runtime.version, checkpoint.step
         await asyncio.to_thread(self._ledger.put_checkpoint, checkpoint_info(checkpoint, latest=True))
-        self._retire(runtime, before)
-        dropped = await asyncio.to_thread(self.store.retain, runtime.alias, runtime.body.checkpoints)
-        for step in dropped:
-            await asyncio.to_thread(self._ledger.mark_checkpoint, runtime.alias, step, deleted=True)
-
-    def _retire(self, runtime: PolicyRuntime, version: PolicyVersion) -> None:
-        """Unload a version once nothing samples it any more; nobody waits for that."""
-        task = asyncio.create_task(runtime.base.engine.unload(version))
-        self._retiring[version] = task
-        task.add_done_callback(lambda _: self._retiring.pop(version, None))
+        before, runtime.step, runtime.dirty = runtime.step, checkpoint.step, False
+        if before != runtime.step:
+            self._keep_older(runtime, before)
+        try:
+            await asyncio.to_thread(self.store.retain, runtime.alias, runtime.body.checkpoints)
+            await asyncio.to_thread(self._mirror, runtime.alias)
+        except Exception:  # the version is served: tidying up again after the next job is enough
+            log.exception("old checkpoints of %s could not be removed; it is tried again after the next job", runtime.alias)
 
     async def revert(self, runtime: PolicyRuntime) -> None:
-        """Put the trainer back to the newest published checkpoint, which is the version that is served."""
-        checkpoint = await asyncio.to_thread(self.store.latest, runtime.alias)
-        if checkpoint is None:
-            raise UnknownModel(f"policy {runtime.alias} has no checkpoint to go back to")
-        await asyncio.to_thread(_load_trainer, runtime, checkpoint)
+        """Put the trainer back to the version that is served. Raises UnknownCheckpoint, CheckpointCorrupt."""
+        checkpoint = await asyncio.to_thread(self.store.get, runtime.alias, runtime.step)
+        await asyncio.to_thread(self.store.verify, checkpoint)
+        await asyncio.to_thread(copy_into_trainer, runtime.base.host, runtime.trainer, runtime.alias, checkpoint)
+        runtime.dirty = False
+
+    async def withdraw(self, alias: str, checkpoint: Checkpoint) -> None:
+        """Take back the latest checkpoint; the alias means the one before, if it did mean this one.
+
+        One without a predecessor stays: there is nothing to go back to.
+        """
+        steps = [found.step for found in await asyncio.to_thread(self.store.list, alias) if found.step < checkpoint.step]
+        if not steps:
+            log.error("checkpoint %s@%d has no predecessor and stays", alias, checkpoint.step)
+            return
+        runtime, version = self._running.get(alias), PolicyVersion(alias, checkpoint.step)
+        if runtime is not None and runtime.step == checkpoint.step:
+            runtime.dirty = True
+            if steps[-1] not in runtime.older:
+                before = await asyncio.to_thread(self.store.get, alias, steps[-1])
+                await self.load(runtime.base, PolicyVersion(alias, before.step), before.adapter)
+            runtime.older.pop(steps[-1], None)
+            runtime.step = steps[-1]
+        if runtime is not None and version in runtime.base.engine.loaded():
+            self._retire(runtime.base, version)
+        await asyncio.to_thread(self.store.pin, alias, checkpoint.step, False)
+        await asyncio.to_thread(self.store.delete, alias, checkpoint.step)
+        await asyncio.to_thread(self._mirror, alias)
 
     async def canary(self, runtime: PolicyRuntime, version: PolicyVersion) -> CanaryReport:
         """Check that the engine serves what the trainer holds. Raises StaleEngine."""
         rows = canary_rows(runtime.base)
         new = await asyncio.to_thread(runtime.trainer.score, rows)
         return await check_canary(runtime.base.engine, version, rows, new, None)
+
+    def _keep_older(self, runtime: PolicyRuntime, step: int) -> None:
+        """Note the use of an earlier version that is loaded, and let go of the one whose use is longest ago."""
+        runtime.older[step] = None
+        runtime.older.move_to_end(step)
+        while len(runtime.older) > PINNED_VERSIONS_IN_MEMORY:
+            dropped, _ = runtime.older.popitem(last=False)
+            self._retire(runtime.base, PolicyVersion(runtime.alias, dropped))
+
+    def _retire(self, base: BaseRuntime, version: PolicyVersion) -> None:
+        """Unload a version once nothing samples it any more; nobody waits for that."""
+        task = asyncio.create_task(base.engine.unload(version))
+        self._retiring[version] = task
+        task.add_done_callback(lambda done: self._retired(version, done))
+
+    def _retired(self, version: PolicyVersion, task: asyncio.Task[None]) -> None:
+        self._retiring.pop(version, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("%s@%d could not be unloaded: %s", version.policy, version.version, error)
+
+    def _mirror(self, alias: str) -> None:
+        """Make the ledger's rows say what the folders hold: a kill can fall between the two."""
+        folders = {checkpoint.step: checkpoint for checkpoint in self.store.list(alias)}
+        rows = {row.step: row for row in self._ledger.checkpoints(alias)}
+        for step, checkpoint in folders.items():
+            if step not in rows or rows[step].pinned != checkpoint.pinned:
+                self._ledger.put_checkpoint(checkpoint_info(checkpoint, latest=step == max(folders)))
+        for step in rows.keys() - folders.keys():
+            self._ledger.mark_checkpoint(alias, step, deleted=True)
 
     async def _get(self, alias: str) -> PolicyRuntime:
         if alias not in self._running:
@@ -158,24 +218,50 @@ class Policies:
             if checkpoint is None:
                 raise UnknownModel(f"policy {alias} is registered but its checkpoints are gone from {self.store.root}", param="model")
             await asyncio.to_thread(self.store.verify, checkpoint)
-            trainer = await asyncio.to_thread(_restored_trainer, base.host, alias, body.seed, checkpoint)
-            self._running[alias] = await self._serve(PolicyRuntime(body, base, trainer, checkpoint.step), checkpoint)
+            async with self._whole_or_absent(base, PolicyVersion(alias, checkpoint.step)):
+                trainer = await asyncio.to_thread(restored_trainer, base.host, alias, body.seed, checkpoint)
+                runtime = await self._serve(PolicyRuntime(body, base, trainer, checkpoint.step), checkpoint)
+            await asyncio.to_thread(self._mirror, alias)
+            self._running[alias] = runtime
         return self._running[alias]
 
     async def _create(self, body: RegisterModel, alias: str, base: BaseRuntime) -> PolicyRuntime:
-        leftover = await asyncio.to_thread(self.store.latest, alias)
-        if leftover is not None:  # a registration that was killed before it was recorded
-            await asyncio.to_thread(self.store.delete, alias, leftover.step)
+        await asyncio.to_thread(self._clear_leftover, alias)
         source = await self._fork_source(body)
-        trainer = await asyncio.to_thread(_fresh_trainer, base.host, alias, body, source)
+        async with self._whole_or_absent(base, PolicyVersion(alias, 0)):
+            trainer = await asyncio.to_thread(fresh_trainer, base.host, alias, body, source)
 
-        def publish() -> Checkpoint:
-            state = CheckpointState(step=0, job_id=REGISTRATION, config=body.model_dump(mode="json"))
-            return self.store.publish(alias, 0, lambda folder: write_policy(base.host, trainer, alias, folder), state)
+            def publish() -> Checkpoint:
+                state = CheckpointState(step=0, job_id=REGISTRATION, config=body.model_dump(mode="json"))
+                return self.store.publish(alias, 0, lambda folder: write_policy(base.host, trainer, alias, folder), state)
 
-        checkpoint = await asyncio.to_thread(publish)
-        await asyncio.to_thread(self._ledger.put_checkpoint, checkpoint_info(checkpoint, latest=True))
-        return await self._serve(PolicyRuntime(body, base, trainer, 0), checkpoint)
+            checkpoint = await asyncio.to_thread(publish)
+            runtime = await self._serve(PolicyRuntime(body, base, trainer, 0), checkpoint)
+            await asyncio.to_thread(self._ledger.put_checkpoint, checkpoint_info(checkpoint, latest=True))
+            await asyncio.to_thread(self._ledger.put_policy, body)
+        return runtime
+
+    def _clear_leftover(self, alias: str) -> None:
+        """Delete what a registration left that was killed before it was recorded; refuse to touch anything else."""
+        for checkpoint in self.store.list(alias):
+            if checkpoint.step > 0 or checkpoint.state.job_id != REGISTRATION:
+                raise Conflict(
+                    f"{checkpoint.path.parent} holds checkpoints of a policy {alias} that this ledger does not know; "
+                    "move them away or use another name",
+                    param="name",
+                )
+            self.store.delete(alias, checkpoint.step)
+
+    @asynccontextmanager
+    async def _whole_or_absent(self, base: BaseRuntime, version: PolicyVersion) -> AsyncIterator[None]:
+        """On any failure neither trainer nor engine keeps anything of the policy."""
+        try:
+            yield
+        except BaseException:
+            if version in base.engine.loaded():
+                self._retire(base, version)
+            await asyncio.to_thread(drop_trainer, base.host, str(version.policy))
+            raise
 
     async def _fork_source(self, body: RegisterModel) -> Path | None:
         if body.fork_from is None:
@@ -194,55 +280,13 @@ class Policies:
         return checkpoint.adapter
 
     async def _serve(self, runtime: PolicyRuntime, checkpoint: Checkpoint) -> PolicyRuntime:
-        await runtime.base.engine.load(runtime.version, checkpoint.adapter)
+        await self.load(runtime.base, runtime.version, checkpoint.adapter)
         await self.canary(runtime, runtime.version)
         return runtime
 
 
 def canary_rows(base: BaseRuntime) -> list[list[int]]:
     return [base.codec.encode(CANARY_TEXT)]
-
-
-def write_policy(host: HostedModel, trainer: Trainer, alias: str, folder: Path) -> None:
-    """The full state: `adapter/` in plain PEFT format, `trainer/` with optimizer moments and generators."""
-    host.save_adapter(alias, folder / "adapter")
-    (folder / "trainer").mkdir()
-    trainer.save_state(folder / "trainer")
-
-
-def checkpoint_info(checkpoint: Checkpoint, *, latest: bool) -> CheckpointInfo:
-    return CheckpointInfo(
-        policy=checkpoint.policy,
-        step=checkpoint.step,
-        path=str(checkpoint.adapter),
-        created_at=checkpoint.state.created_at,
-        metrics=checkpoint.state.metrics,
-        pinned=checkpoint.pinned,
-        latest=latest,
-    )
-
-
-def _fresh_trainer(host: HostedModel, alias: str, body: RegisterModel, source: Path | None) -> Trainer:
-    if alias in host.adapters():
-        host.drop_adapter(alias)
-    if source is None:
-        host.add_adapter(alias, body.adapter, body.seed)
-    else:
-        host.load_adapter(alias, source, trainable=True)
-    return Trainer(host, alias, body.seed)
-
-
-def _restored_trainer(host: HostedModel, alias: str, seed: int, checkpoint: Checkpoint) -> Trainer:
-    if alias in host.adapters():
-        host.drop_adapter(alias)
-    host.load_adapter(alias, checkpoint.adapter, trainable=True)
-    trainer = Trainer(host, alias, seed)
-    trainer.load_state(checkpoint.trainer)
-    return trainer
-
-
-def _load_trainer(runtime: PolicyRuntime, checkpoint: Checkpoint) -> None:
-    runtime.trainer = _restored_trainer(runtime.base.host, runtime.alias, runtime.body.seed, checkpoint)
 
 
 def _check_same(alias: str, known: RegisterModel, body: RegisterModel) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..training.checkpoints import CheckpointStore
 from ..wire import JobPhase
-from .app import create_app, serve
+from .app import bind, create_app, serve
 from .auth import Auth
 from .bases import BasePool, EngineOptions
 from .job_steps import JobSteps
@@ -44,9 +44,12 @@ async def run_server(
 ) -> None:
     """Serve until SIGINT or SIGTERM. `on_ready` gets the port.
 
-    Raises ConfigError (address, key), ModelRefused (a base model), LedgerError (the ledger is in use or damaged).
+    Raises ConfigError (address, key, device), ModelRefused (a base model), LedgerError (the ledger is in use or damaged);
+    what can be refused before anything is loaded, is.
     """
     auth = Auth.for_bind(options.host, options.api_key)
+    options.engine.check()
+    bind(options.host, options.port).close()
     async with AsyncExitStack() as stack:
         ledger = stack.enter_context(Ledger.open(options.home / "ledger.sqlite"))
         bases = BasePool(ledger, options.engine)

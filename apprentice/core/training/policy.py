@@ -71,10 +71,7 @@ class HostedModel:
         """
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        place = _device(device)
-        chosen = _DTYPES.get(dtype) if dtype else (torch.float32 if place.type == "cpu" else torch.bfloat16)
-        if chosen is None:
-            raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got '{dtype}'", param="dtype")
+        place, chosen = placement(device, dtype)
         try:
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 base.folder, dtype=chosen, local_files_only=True, trust_remote_code=False, output_loading_info=True
@@ -301,6 +298,15 @@ class HostedModel:
         self._active = name
 
 
+def placement(device: str | None = None, dtype: str | None = None) -> tuple[torch.device, torch.dtype]:
+    """Where and in which precision a model runs, None being decided by the hardware. Raises ConfigError."""
+    place = _device(device)
+    chosen = _DTYPES.get(dtype) if dtype is not None else (torch.float32 if place.type == "cpu" else torch.bfloat16)
+    if chosen is None:
+        raise ConfigError(f"dtype must be one of {', '.join(_DTYPES)}, got '{dtype}'", param="dtype")
+    return place, chosen
+
+
 def _device(device: str | None) -> torch.device:
     if device is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -308,8 +314,11 @@ def _device(device: str | None) -> torch.device:
         place = torch.device(device)
     except RuntimeError as error:
         raise ConfigError(f"device must be 'cpu' or 'cuda', got '{device}'", param="device") from error
-    if place.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device '{device}' was asked for, but torch sees no GPU here", param="device")
+    if place.type not in ("cpu", "cuda"):
+        raise ConfigError(f"device must be 'cpu' or 'cuda', got '{device}'", param="device")
+    if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
+        seen = torch.cuda.device_count() or "no"
+        raise ConfigError(f"device '{device}' was asked for, but torch sees {seen} GPU here", param="device")
     return place
 
 
