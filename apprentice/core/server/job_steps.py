@@ -1,19 +1,23 @@
 """The phases of a train job: load, train, publish, sync, check. One method a phase; `TrainJobs` decides when they run.
 
 Every phase can be run again: loading reads immutable records, training starts from the published checkpoint, publishing
-is atomic and knows its job, sync and canary only read. The step that is served moves last.
+is atomic and knows its job, sync and canary only read. The step that is served moves last. Whoever cancels a job waits
+until the thread that computes has let go of the weights.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
-from ..engines.protocol import PolicyVersion
+from ..engines.protocol import Engine, PolicyVersion
 from ..errors import CheckpointCorrupt, TrainJobFailed
 from ..records import Fate, JsonObject
 from ..training.checkpoints import Checkpoint, CheckpointState
@@ -24,13 +28,17 @@ from .canary import MAX_ROW, check_canary
 from .job_batch import Batch, build_batch
 from .job_inputs import load_groups, load_targets
 from .ledger import Ledger
-from .policies import Policies, PolicyRuntime, canary_rows, write_policy
+from .policies import Policies, PolicyRuntime, canary_rows
+from .policy_state import write_policy
 
-SYNC_SECONDS = 600.0
-"""Deadline of loading a new adapter into the engine."""
+log = logging.getLogger(__name__)
+
+ENGINE_SECONDS = 600.0
+"""Deadline of what a job asks of the engine: to pause, to load the new adapter, to score the canary."""
 
 Enter = Callable[[JobPhase], Awaitable[None]]
 Progress = Callable[[JsonObject], Coroutine[None, None, None]]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,35 +97,39 @@ class JobSteps:
         if isinstance(trained, Outcome):
             return trained
         await enter("checkpoint")
-        checkpoint = await asyncio.to_thread(self._publish, runtime, job_id, request, trained)
+        checkpoint = await _in_thread(self._publish, runtime, job_id, request, trained)
         return await self._after_publishing(runtime, checkpoint, enter, trained)
 
     async def undo(self, job_id: str, alias: str) -> int:
         """After a failure: withdraw the job's checkpoint, put the trainer back, and say which step is served."""
-        runtime = self._policies.running().get(alias)
-        if runtime is None:
-            latest = await asyncio.to_thread(self._policies.store.latest, alias)
-            return 0 if latest is None else latest.step
         published = await asyncio.to_thread(self._policies.store.latest, alias)
         if published is not None and published.state.job_id == job_id:
-            await runtime.base.engine.unload(PolicyVersion(alias, published.step))
-            await asyncio.to_thread(self._policies.store.delete, alias, published.step)
-        await self._policies.revert(runtime)
-        return runtime.step
+            await self._policies.withdraw(alias, published)
+        runtime = self._policies.running().get(alias)
+        if runtime is not None and runtime.dirty:
+            await self._policies.revert(runtime)
+        return await self.step(alias)
+
+    async def step(self, alias: str) -> int:
+        """The step that is served, or would be once the policy is in memory."""
+        runtime = self._policies.running().get(alias)
+        if runtime is not None:
+            return runtime.step
+        latest = await asyncio.to_thread(self._policies.store.latest, alias)
+        return 0 if latest is None else latest.step
 
     async def _train(self, runtime: PolicyRuntime, request: GrpoJob | SftJob, enter: Enter, progress: Progress) -> _Trained | Outcome:
-        work = await asyncio.to_thread(self._prepare, runtime, request)
+        if runtime.dirty:
+            await self._policies.revert(runtime)
+        work = await _in_thread(self._prepare, runtime, request)
         if work.example is None:
             return Outcome(runtime.step, runtime.step, work.fates, work.metrics, reason=work.reason)
         rows = [*canary_rows(runtime.base), [*work.example.prompt_ids, *work.example.token_ids][-MAX_ROW:]]
-        report = self._threadsafe(progress)
         await enter("forward_backward")
-        await runtime.base.engine.pause()
-        try:
-            old = await asyncio.to_thread(runtime.trainer.score, rows)
-            outcome = await asyncio.to_thread(work.run, report)
-        finally:
-            await runtime.base.engine.resume()
+        async with _paused(runtime.base.engine), self._reports(progress) as report:
+            old = await _in_thread(runtime.trainer.score, rows)
+            runtime.dirty = True
+            outcome = await _in_thread(work.run, report)
         metrics = {**work.metrics, **outcome.metrics}
         if not outcome.moved:
             await self._policies.revert(runtime)
@@ -140,19 +152,29 @@ class JobSteps:
         run = partial(runtime.trainer.sft, targets, request.config)
         return _Work(run, fates, {}, example, "none of the trajectories has a sampled turn to learn from")
 
-    def _threadsafe(self, progress: Progress) -> Callable[[JsonObject], None]:
-        """For the training thread: hand a report to the event loop and go on, or end here if the server stops."""
-        loop = asyncio.get_running_loop()
+    @asynccontextmanager
+    async def _reports(self, progress: Progress) -> AsyncIterator[Callable[[JsonObject], None]]:
+        """For the training thread: hand a report over and go on, or end there if the server stops.
+
+        All reports are recorded, in their order, when the block ends; an error of recording is raised then.
+        """
+        loop, queue = asyncio.get_running_loop(), asyncio.Queue[JsonObject | None]()
+
+        async def record() -> None:
+            while (data := await queue.get()) is not None:
+                await progress(data)
 
         def report(data: JsonObject) -> None:
             if self._stopping.is_set():
                 raise TrainJobFailed("the server is stopping; the job goes on when it starts again")
-            asyncio.run_coroutine_threadsafe(progress(data), loop)
+            loop.call_soon_threadsafe(queue.put_nowait, data)
 
-        return report
-
-    def _grpo_batch(self, runtime: PolicyRuntime, request: GrpoJob) -> Batch:
-        return build_batch(load_groups(self._ledger, request), request.config, context_length=runtime.base.host.context_length)
+        recorder = asyncio.create_task(record())
+        try:
+            yield report
+        finally:
+            queue.put_nowait(None)
+            await recorder
 
     def _publish(self, runtime: PolicyRuntime, job_id: str, request: GrpoJob | SftJob, trained: _Trained) -> Checkpoint:
         """Write the full state, read it back, and let it appear in one rename."""
@@ -182,26 +204,56 @@ class JobSteps:
 
     async def _after_publishing(self, runtime: PolicyRuntime, checkpoint: Checkpoint, enter: Enter, trained: _Trained | None) -> Outcome:
         """Sync and canary; `trained` is None when a resumed job was published before the kill."""
-        version = PolicyVersion(runtime.alias, checkpoint.step)
+        version, engine = PolicyVersion(runtime.alias, checkpoint.step), runtime.base.engine
         await enter("sync")
-        if version not in runtime.base.engine.loaded():
-            try:
-                async with asyncio.timeout(SYNC_SECONDS):
-                    await runtime.base.engine.load(version, checkpoint.adapter)
-            except TimeoutError as error:
-                raise TrainJobFailed(f"the engine did not load {runtime.alias}@{checkpoint.step} within {SYNC_SECONDS:g} s") from error
+        if version not in engine.loaded():
+            async with _deadline(f"the engine did not load {runtime.alias}@{checkpoint.step}"):
+                await self._policies.load(runtime.base, version, checkpoint.adapter)
         await enter("canary")
         metrics = dict(checkpoint.state.metrics)
-        if trained is None:
-            report = await self._policies.canary(runtime, version)
-        else:
-            new = await asyncio.to_thread(runtime.trainer.score, trained.rows)
-            report = await check_canary(runtime.base.engine, version, trained.rows, new, trained.old)
-            metrics["canary/moved"] = report.moved
+        async with _deadline(f"the engine did not score the canary of {runtime.alias}@{checkpoint.step}"):
+            if trained is None:
+                report = await self._policies.canary(runtime, version)
+            else:
+                new = await _in_thread(runtime.trainer.score, trained.rows)
+                report = await check_canary(engine, version, trained.rows, new, trained.old)
+                metrics["canary/moved"] = report.moved
         metrics["canary/max_difference"] = report.max_difference
-        if runtime.step != checkpoint.step:
-            await self._policies.advance(runtime, checkpoint)
+        await self._policies.advance(runtime, checkpoint)
         return Outcome(checkpoint.step - 1, checkpoint.step, checkpoint.state.fates, metrics, str(checkpoint.adapter))
+
+
+@asynccontextmanager
+async def _deadline(what: str) -> AsyncIterator[None]:
+    """TrainJobFailed, saying `what`, if the block takes longer than ENGINE_SECONDS."""
+    try:
+        async with asyncio.timeout(ENGINE_SECONDS):
+            yield
+    except TimeoutError as error:
+        raise TrainJobFailed(f"{what} within {ENGINE_SECONDS:g} s") from error
+
+
+@asynccontextmanager
+async def _paused(engine: Engine) -> AsyncIterator[None]:
+    """The engine rests within the block, and works again after it, however it ends."""
+    try:
+        async with _deadline("the engine did not pause"):
+            await engine.pause()
+        yield
+    finally:
+        await engine.resume()
+
+
+async def _in_thread(function: Callable[..., T], *arguments: object) -> T:
+    """The function's result. Cancelled, it waits for the thread's end first: what the thread uses is free afterwards."""
+    running = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running])
+        if not running.cancelled() and (error := running.exception()) is not None:
+            log.info("the job was stopped: %s", error)
+        raise
 
 
 def _nothing_to_train(batch: Batch) -> str:

@@ -19,19 +19,21 @@ from collections.abc import AsyncIterator, Callable, Sequence
 
 from pydantic import TypeAdapter
 
-from ..errors import ApprenticeError, JobConflict, TrainJobFailed
+from ..errors import ApprenticeError, JobConflict, LedgerError
 from ..records import JsonObject, TrainResult, TrainStatus, new_id
 from ..wire import GrpoJob, JobPhase, JobState, SftJob, TrainEvent, TrainJob, TrainRequest
 from .job_inputs import check_request
-from .job_steps import JobSteps, Outcome
+from .job_steps import JobSteps
 from .ledger import Ledger
 from .ledger_jobs import EventKind
 
 log = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 2.0
+LEDGER_SECONDS = 5.0
+"""Pause before a job's end that the ledger did not take (a full disk, say) is written again."""
 _REQUEST: TypeAdapter[GrpoJob | SftJob] = TypeAdapter(TrainRequest)
-_ENDED: frozenset[JobState] = frozenset({"trained", "no_update", "failed"})
+_UNFINISHED: tuple[JobState, ...] = ("running", "queued")
 
 
 class TrainJobs:
@@ -46,6 +48,7 @@ class TrainJobs:
         self._on_phase = on_phase
         self._wake = asyncio.Event()
         self._changed = asyncio.Condition()
+        self._accepting = asyncio.Lock()
         self._worker: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
@@ -75,9 +78,10 @@ class TrainJobs:
         known = await asyncio.to_thread(self._ledger.job_of_key, idempotency_key) if idempotency_key else None
         if known is None:
             await asyncio.to_thread(check_request, self._ledger, request)
-            if request.on_busy == "refuse" and (busy := await self._unfinished()):
+        async with self._accepting:  # of two jobs that want to be alone, one is refused
+            if known is None and request.on_busy == "refuse" and (busy := await self._unfinished()):
                 raise JobConflict(f"train job {busy[0].id} is {busy[0].state}, and on_busy is 'refuse'", param="on_busy")
-        job = await asyncio.to_thread(self._ledger.create_job, job, body, idempotency_key)
+            job = await asyncio.to_thread(self._ledger.create_job, job, body, idempotency_key)
         self._wake.set()
         return job
 
@@ -89,64 +93,91 @@ class TrainJobs:
 
     async def events(self, job_id: str, after: int) -> AsyncIterator[TrainEvent]:
         """Every event after `after`, then new ones as they come; ends after `kind="end"`. Raises UnknownJob."""
-        await asyncio.to_thread(self._ledger.job, job_id)
         while True:
             async with self._changed:
                 found = await asyncio.to_thread(self._ledger.events, job_id, after)
-                if not found and not await self._close_events(job_id):
+                ended = not found and await self._ended(job_id)
+                if not found and not ended:
                     await self._changed.wait()
-            if not found:
-                continue
             for event in found:
                 yield event
                 after = event.seq
-            if found[-1].kind == "end":
+                if event.kind == "end":
+                    return
+            if ended and not await asyncio.to_thread(self._ledger.events, job_id, after):
                 return
 
-    async def _close_events(self, job_id: str) -> bool:
-        """Write the last event of a job whose server was killed between its end and that event. True if it was missing."""
+    async def _ended(self, job_id: str) -> bool:
+        """Whether the job has ended. Writes the last event if the server was killed between the job's end and that event."""
         job = await asyncio.to_thread(self._ledger.job, job_id)
         if job.result is None:
             return False
-        await asyncio.to_thread(self._ledger.append_event, job_id, "end", {"result": job.result.model_dump(mode="json")})
+        events = await asyncio.to_thread(self._ledger.events, job_id, 0)
+        if not any(event.kind == "end" for event in events):
+            await asyncio.to_thread(self._ledger.append_event, job_id, "end", {"result": job.result.model_dump(mode="json")})
         return True
 
     async def _unfinished(self) -> list[TrainJob]:
-        jobs = await asyncio.to_thread(self._ledger.jobs)
-        return [job for job in jobs if job.state not in _ENDED]
+        """Oldest first; one that a killed server left running comes before those that wait."""
+        return [job for state in _UNFINISHED for job in await asyncio.to_thread(self._ledger.jobs, state)]
 
     async def _work(self) -> None:
         while True:
             await self._wake.wait()
             self._wake.clear()
-            while waiting := await self._unfinished():
-                await self._run(waiting[0])
+            try:
+                while waiting := await self._unfinished():
+                    await self._run(waiting[0])
+            except Exception:  # the supervised boundary of the queue: jobs stay in the ledger and are looked at again
+                log.exception("the queue of train jobs stumbled; it goes on in %g s", LEDGER_SECONDS)
+                await asyncio.sleep(LEDGER_SECONDS)
+                self._wake.set()
 
     async def _run(self, job: TrainJob) -> None:
         """One job to its terminal state. Whatever goes wrong becomes the job's reason."""
         heartbeat = asyncio.create_task(self._beat(job.id))
-        request = _REQUEST.validate_json(await asyncio.to_thread(self._ledger.job_request, job.id))
         try:
-            outcome = await self._steps.run(
-                job.id, request, lambda phase: self._enter(job.id, phase), lambda data: self._progress(job.id, data)
-            )
-            result = _result(job, request, outcome)
-        except ApprenticeError as error:
-            result = await self._failed(job, request, error)
-        except Exception as error:  # the supervised boundary: a job always ends, with its cause
-            log.exception("train job %s failed", job.id)
-            cause = f"{type(error).__name__}: {error}"
-            result = await self._failed(job, request, TrainJobFailed(f"the job stopped on an unexpected error, {cause}"))
+            await self._end(job.id, await self._result(job))
         finally:
             heartbeat.cancel()
-        await self._end(job.id, result)
 
-    async def _failed(self, job: TrainJob, request: GrpoJob | SftJob, error: ApprenticeError) -> TrainResult:
-        log.error("train job %s failed: %s", job.id, error)
-        step = await self._steps.undo(job.id, request.policy)
-        config: JsonObject = request.config.model_dump(mode="json")
+    async def _result(self, job: TrainJob) -> TrainResult:
+        config: JsonObject = {}
+        try:
+            request = _REQUEST.validate_json(await asyncio.to_thread(self._ledger.job_request, job.id))
+            config = request.config.model_dump(mode="json")
+            outcome = await self._steps.run(
+                job.id, request, lambda phase: self._enter(job.id, phase), lambda data: self._tell(job.id, "progress", data)
+            )
+        except ApprenticeError as error:
+            log.error("train job %s failed: %s", job.id, error)
+            return await self._failed(job, config, str(error))
+        except Exception as error:  # the supervised boundary: a job always ends, with its cause
+            log.exception("train job %s failed", job.id)
+            return await self._failed(job, config, f"the job stopped on an unexpected error, {_named(error)}")
         return TrainResult(
-            job_id=job.id, policy=job.policy, status=TrainStatus.failed, reason=str(error), previous_step=step, step=step, config=config
+            job_id=job.id,
+            policy=job.policy,
+            status=TrainStatus.no_update if outcome.reason else TrainStatus.trained,
+            reason=outcome.reason,
+            previous_step=outcome.previous_step,
+            step=outcome.step,
+            fates=outcome.fates,
+            metrics=outcome.metrics,
+            config=config,
+            checkpoint=outcome.checkpoint,
+        )
+
+    async def _failed(self, job: TrainJob, config: JsonObject, reason: str) -> TrainResult:
+        """What was served goes on being served; a policy that could not be put back is put back before it trains again."""
+        try:
+            step = await self._steps.undo(job.id, job.policy)
+        except Exception as error:  # as above: the second error is told beside the first
+            log.exception("train job %s could not be undone", job.id)
+            reason = f"{reason}; the policy could not be put back either: {_named(error)}"
+            step = await self._steps.step(job.policy)
+        return TrainResult(
+            job_id=job.id, policy=job.policy, status=TrainStatus.failed, reason=reason, previous_step=step, step=step, config=config
         )
 
     async def _enter(self, job_id: str, phase: JobPhase) -> None:
@@ -155,19 +186,26 @@ class TrainJobs:
         if self._on_phase is not None:
             self._on_phase(job_id, phase)
 
-    async def _progress(self, job_id: str, data: JsonObject) -> None:
-        await self._tell(job_id, "progress", data)
-
     async def _beat(self, job_id: str) -> None:
         while True:
             await asyncio.sleep(HEARTBEAT_SECONDS)
-            await asyncio.to_thread(self._ledger.update_job, job_id)
+            try:
+                await asyncio.to_thread(self._ledger.update_job, job_id)
+            except LedgerError as error:
+                log.warning("the heartbeat of train job %s could not be recorded: %s", job_id, error)
 
     async def _end(self, job_id: str, result: TrainResult) -> None:
-        async with self._changed:
-            await asyncio.to_thread(self._ledger.update_job, job_id, state=result.status.value, phase="done", result=result)
-            await asyncio.to_thread(self._ledger.append_event, job_id, "end", {"result": result.model_dump(mode="json")})
-            self._changed.notify_all()
+        """Record how the job ended. While the ledger takes nothing the job counts as running: its end is written again."""
+        while True:
+            try:
+                async with self._changed:
+                    await asyncio.to_thread(self._ledger.update_job, job_id, state=result.status.value, phase="done", result=result)
+                    await self._ended(job_id)
+                    self._changed.notify_all()
+                break
+            except LedgerError as error:
+                log.error("the end of train job %s could not be recorded, it is tried again: %s", job_id, error)
+                await asyncio.sleep(LEDGER_SECONDS)
         if self._on_phase is not None:
             self._on_phase(job_id, "done")
 
@@ -177,16 +215,5 @@ class TrainJobs:
             self._changed.notify_all()
 
 
-def _result(job: TrainJob, request: GrpoJob | SftJob, outcome: Outcome) -> TrainResult:
-    return TrainResult(
-        job_id=job.id,
-        policy=job.policy,
-        status=TrainStatus.no_update if outcome.reason else TrainStatus.trained,
-        reason=outcome.reason,
-        previous_step=outcome.previous_step,
-        step=outcome.step,
-        fates=outcome.fates,
-        metrics=outcome.metrics,
-        config=request.config.model_dump(mode="json"),
-        checkpoint=outcome.checkpoint,
-    )
+def _named(error: Exception) -> str:
+    return str(error) if isinstance(error, ApprenticeError) else f"{type(error).__name__}: {error}"
