@@ -248,10 +248,12 @@ async def _serve_until_signalled(options: ServerOptions, on_ready: Callable[[int
 def _log_calmly() -> None:
     """The server's log on stderr: what it does, without the progress bars and the chatter of the libraries under it."""
     import logging
+    import warnings
 
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
+    warnings.filterwarnings("ignore", "`is_gradient_checkpointing` is deprecated", FutureWarning)  # PEFT still asks for it
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     for noisy in ("httpx", "uvicorn", "filelock"):
         logging.getLogger(noisy).setLevel(logging.WARNING)
