@@ -213,6 +213,30 @@ def test_runs_show_of_a_trajectory_is_a_tree_with_reasons_rewards_and_fates(run:
     ]
 
 
+def test_a_transcript_shows_messages_of_any_shape(run: Run, tmp_path: Path) -> None:
+    messages: tuple[Any, ...] = (
+        {"content": [{"type": "text", "text": "parts"}], "name": "ann", "role": "user"},
+        {"role": "assistant", "content": None, "tool_calls": "none", "reasoning_content": "hm"},
+        {"role": 3, "content": {"deep": []}, "tool_calls": [{"id": [1], "function": "f"}, 5, {"function": {"name": "g"}}]},
+        {},
+    )
+    with Ledger.open(tmp_path / "ledger.sqlite") as ledger:
+        ledger.open_trajectory(Trajectory(id="trj-1", policy=POLICY))
+        odd = ChatRequest(messages=messages)
+        ledger.append_completions([completion("trj-1", request=odd, message={"tool_calls": [{"id": {}}]}, policy="tiny")])
+        ledger.append_completions([completion("trj-1", request=ChatRequest(messages=()), message={"content": "\u202eevil\x07"})])
+    code, out, err = run("runs", "show", "trj-1", "--home", str(tmp_path))
+    assert (code, err) == (0, "")
+    for expected in (
+        'user ann [{"type": "text", "text": "parts"}]',
+        "assistant hm",
+        '3 {"deep": []} → {"id": [1], "function": "f"} → g(None)',
+    ):
+        assert expected in out
+    assert "by tiny" in out
+    assert r"\u202eevil\x07" in out
+
+
 def test_reading_commands_work_beside_the_process_that_writes(run: Run, small_home: Path) -> None:
     with Ledger.open(small_home / "ledger.sqlite"):
         assert run("runs", "list", "--home", str(small_home))[0] == 0

@@ -63,7 +63,7 @@ class LocalServer:
         while (ready := read_ready(self._ready_file)) is None:
             code = self._process.poll()
             if code is not None:
-                raise ServerStartError(f"the server ended with exit code {code} while starting; {self.log} ends with:\n{self.tail()}")
+                raise self._start_error(code)
             now = self._progress()
             if now != progress:
                 progress, moved = now, time.monotonic()
@@ -74,6 +74,14 @@ class LocalServer:
             time.sleep(0.05)
         self._ready_file.unlink(missing_ok=True)
         return ready.url
+
+    def _start_error(self, code: int) -> ServerStartError:
+        """In the server's own sentence, if it ended with one."""
+        tail = self.tail()
+        _, found, refusal = tail.rpartition("error: ") if code == 2 else ("", "", "")
+        if found and "\n" not in refusal:
+            return ServerStartError(f"the server for {self.home} did not start: {refusal}")
+        return ServerStartError(f"the server ended with exit code {code} while starting; {self.log} ends with:\n{tail}")
 
     def _progress(self) -> tuple[int, bytes]:
         """Something that changes while the child works: its log's size and its processor time (where /proc tells it)."""

@@ -15,7 +15,7 @@ from rich.console import RenderableType
 from rich.text import Text
 from rich.tree import Tree
 
-from ..records import BranchReason, Completion, JsonObject, ToolEvent, Trajectory
+from ..records import BranchReason, Completion, ToolEvent, Trajectory
 from .splice_reasons import explain
 
 ROLE_STYLES = {"system": "magenta", "user": "cyan", "tool": "yellow", "assistant": "green"}
@@ -92,7 +92,7 @@ class _Transcript:
             node.add(_message(message))
         node.add(self._reply(completion))
         for call in _tool_calls(completion.message):
-            for event in self._events.pop(call.get("id"), []):
+            for event in self._events.pop(str(call.get("id")), []):
                 node.add(_outcome(event))
 
     def _known(self, completion: Completion) -> tuple[int, str | None]:
@@ -141,12 +141,13 @@ def _message(message: Mapping[str, Any]) -> Text:  # Any: JSON as the caller sen
     for part in parts:
         text.append(f" {part}")
     for call in _tool_calls(message):
-        function = call.get("function") or {}
-        text.append(_plain(f" → {function.get('name')}({function.get('arguments')})"), style="yellow")
+        function = call.get("function")
+        asked = f"{function.get('name')}({function.get('arguments')})" if isinstance(function, dict) else _json(call)
+        text.append(_plain(f" → {asked}"), style="yellow")
     return text
 
 
-def _tool_calls(message: Mapping[str, Any]) -> list[JsonObject | Any]:  # Any: untrusted shapes
+def _tool_calls(message: Mapping[str, Any]) -> list[dict[str, Any]]:  # Any: JSON as the caller sent it
     calls = message.get("tool_calls")
     return [call for call in calls if isinstance(call, dict)] if isinstance(calls, list | tuple) else []
 
