@@ -21,7 +21,7 @@ from pydantic import TypeAdapter
 
 from ..errors import ApprenticeError, JobConflict, LedgerError
 from ..records import JsonObject, TrainResult, TrainStatus, new_id
-from ..wire import GrpoJob, JobPhase, JobState, SftJob, TrainEvent, TrainJob, TrainRequest
+from ..wire import GrpoJob, JobPhase, SftJob, TrainEvent, TrainJob, TrainRequest
 from .job_inputs import check_request
 from .job_steps import JobSteps
 from .ledger import Ledger
@@ -33,7 +33,6 @@ HEARTBEAT_SECONDS = 2.0
 LEDGER_SECONDS = 5.0
 """Pause before a job's end that the ledger did not take (a full disk, say) is written again."""
 _REQUEST: TypeAdapter[GrpoJob | SftJob] = TypeAdapter(TrainRequest)
-_UNFINISHED: tuple[JobState, ...] = ("running", "queued")
 
 
 class TrainJobs:
@@ -119,7 +118,10 @@ class TrainJobs:
 
     async def _unfinished(self) -> list[TrainJob]:
         """Oldest first; one that a killed server left running comes before those that wait."""
-        return [job for state in _UNFINISHED for job in await asyncio.to_thread(self._ledger.jobs, state)]
+        queued = await asyncio.to_thread(self._ledger.jobs, "queued")
+        running = await asyncio.to_thread(self._ledger.jobs, "running")  # after the queued ones: none is missed that starts now
+        started = {job.id for job in running}
+        return [*running, *(job for job in queued if job.id not in started)]
 
     async def _work(self) -> None:
         while True:

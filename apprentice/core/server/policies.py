@@ -243,13 +243,15 @@ class Policies:
 
     def _clear_leftover(self, alias: str) -> None:
         """Delete what a registration left that was killed before it was recorded; refuse to touch anything else."""
-        for checkpoint in self.store.list(alias):
+        found = self.store.list(alias)
+        for checkpoint in found:
             if checkpoint.step > 0 or checkpoint.state.job_id != REGISTRATION:
                 raise Conflict(
                     f"{checkpoint.path.parent} holds checkpoints of a policy {alias} that this ledger does not know; "
                     "move them away or use another name",
                     param="name",
                 )
+        for checkpoint in found:
             self.store.delete(alias, checkpoint.step)
 
     @asynccontextmanager

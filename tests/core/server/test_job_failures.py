@@ -1,0 +1,219 @@
+"""What goes wrong around a train job: each job ends with a reason, the queue goes on, and what was served stays served."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support.real_parts import POLICY, LyingEngine, RealServer, job, lying, real_server, recorded_home, registration
+from support.tiny_models import tiny_llama
+
+from apprentice.core.engines.protocol import BASE, PolicyVersion
+from apprentice.core.errors import LedgerFull
+from apprentice.core.wire import TrainJob
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
+    home = tmp_path_factory.mktemp("home")
+    return home, recorded_home(tiny_llama(tmp_path_factory.mktemp("base")), home)
+
+
+@pytest.fixture
+def home(recorded: tuple[Path, Any], tmp_path: Path) -> Path:
+    return Path(shutil.copytree(recorded[0], tmp_path / "home"))
+
+
+def adapter(server: RealServer, step: int) -> Path:
+    return server.home / "checkpoints" / POLICY / f"{step:06d}" / "adapter"
+
+
+async def kinds(server: RealServer, job_id: str, after: int = 0) -> list[str]:
+    return [event.kind async for event in server.jobs.events(job_id, after)]
+
+
+async def test_a_failure_while_computing_leaves_the_engine_running_and_the_policy_as_it_was(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        await server.greedy()
+        weights = server.weights()
+        result = await server.train(job(recorded[1], learning_rate=1e25, num_iterations=3))
+        assert (result["status"], result["step"]) == ("failed", 0)
+        assert "not finite" in result["reason"]
+        assert server.weights() == weights
+        assert (await server.greedy())[0] == 0
+        assert (await server.train(job(recorded[1])))["step"] == 1
+
+
+async def test_a_job_whose_undoing_fails_too_tells_both_and_the_next_one_puts_the_policy_back(
+    recorded: tuple[Path, Any], home: Path, tmp_path: Path
+) -> None:
+    async with real_server(Path(shutil.copytree(home, tmp_path / "honest"))) as honest:
+        await honest.train(job(recorded[1]))
+        expected = honest.weights()
+    async with real_server(home, LyingEngine) as server:
+        await server.greedy()
+        state = adapter(server, 0).parent / "trainer" / "optimizer.safetensors"
+        whole = state.read_bytes()
+        with lying(adapter(server, 0)):
+            state.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+            result = await server.train(job(recorded[1]))
+        assert result["status"] == "failed"
+        assert "does not serve" in result["reason"]
+        assert "could not be put back either: checkpoint test/agent@0" in result["reason"]
+        assert (await server.greedy())[0] == 0
+        assert (await server.get("/api/models"))[0]["step"] == 0
+        still = await server.train(job(recorded[1]))
+        assert (still["status"], still["step"]) == ("failed", 0)
+        assert "optimizer.safetensors" in still["reason"]
+        state.write_bytes(whole)
+        assert (await server.train(job(recorded[1])))["step"] == 1
+        assert server.weights() == expected
+
+
+async def test_a_request_that_cannot_be_read_fails_its_job_and_not_the_queue(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        now = time.time()
+        bad = TrainJob(id="job-bad", policy=POLICY, kind="grpo", state="queued", phase="queued", created_at=now, updated_at=now)
+        server.ledger.create_job(bad, b'{"kind": "from the future"}', None)
+        good = await server.train(job(recorded[1]))
+        assert good["status"] == "trained"
+        result = await server.end_of("job-bad")
+        assert result["status"] == "failed"
+        assert "kind" in result["reason"]
+
+
+async def test_the_end_of_a_job_is_recorded_once_the_ledger_takes_it_again(
+    recorded: tuple[Path, Any], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("apprentice.core.server.jobs.LEDGER_SECONDS", 0.01)
+    async with real_server(home) as server:
+        whole, refusals = server.ledger.update_job, 3
+
+        def full_disk(job_id: str, **changes: Any) -> TrainJob:
+            nonlocal refusals
+            if "result" in changes and refusals:
+                refusals -= 1
+                raise LedgerFull("the disk is full")
+            return whole(job_id, **changes)
+
+        monkeypatch.setattr(server.ledger, "update_job", full_disk)
+        assert (await server.train(job(recorded[1])))["step"] == 1
+        assert refusals == 0
+        assert (await server.train(job(recorded[1])))["step"] == 2
+
+
+async def test_closing_amid_training_waits_for_the_thread_and_the_job_goes_on_at_the_next_start(
+    recorded: tuple[Path, Any], home: Path, tmp_path: Path
+) -> None:
+    body = job(recorded[1], num_iterations=50)
+    async with real_server(Path(shutil.copytree(home, tmp_path / "unbroken"))) as unbroken:
+        await unbroken.train(body)
+        expected = unbroken.weights()
+    async with real_server(home) as server:
+        submitted = await server.post("/api/train-jobs", body)
+        async for event in server.jobs.events(submitted["id"], 0):
+            if event.kind == "phase" and event.data["phase"] == "forward_backward":
+                break
+        await server.jobs.close()
+        assert server.ledger.job(submitted["id"]).state == "running"
+        assert server.runtime().base.host.lock.acquire(blocking=False), "the training thread still holds the weights"
+        server.runtime().base.host.lock.release()
+    async with real_server(home) as server:
+        result = await server.end_of(submitted["id"])
+        assert (result["status"], result["step"]) == ("trained", 1), result["reason"]
+        assert server.weights() == expected
+
+
+async def test_events_are_in_order_and_end_once_however_often_they_are_followed(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        submitted = await server.post("/api/train-jobs", job(recorded[1], num_iterations=5))
+        await asyncio.gather(*(kinds(server, submitted["id"]) for _ in range(3)))
+        events = server.ledger.events(submitted["id"], 0)
+        assert [e.kind for e in events].count("end") == 1
+        assert events[-1].kind == "end"
+        done = [e.data["done"] for e in events if e.kind == "progress" and e.data["phase"] == "forward_backward"]
+        assert done == list(range(1, 6))
+        assert await kinds(server, submitted["id"], events[-1].seq) == []
+        assert len(server.ledger.events(submitted["id"], 0)) == len(events)
+
+
+async def test_of_two_jobs_that_want_to_be_alone_one_is_refused(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        body = {**job(recorded[1]), "on_busy": "refuse"}
+        answers = await asyncio.gather(*(server.client.post("/api/train-jobs", json=body) for _ in range(4)))
+        assert sorted(answer.status_code for answer in answers) == [202, 409, 409, 409]
+
+
+async def test_a_call_that_was_waiting_with_the_version_before_is_answered_by_it(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        await server.greedy()
+        engine, version = server.runtime().base.engine, server.runtime().version
+        for step in range(1, 3):
+            assert (await server.train(job(recorded[1])))["step"] == step
+        assert version in engine.loaded()
+        scored = await engine.score([1, 2, 3, 4], version)
+        assert scored == pytest.approx(await engine.score([1, 2, 3, 4], BASE), abs=1e-5), "version 0 changes nothing yet"
+        for _ in range(3, 8):
+            await server.train(job(recorded[1]))
+        assert engine.loaded() == {BASE, *(PolicyVersion(POLICY, step) for step in range(3, 8))}
+
+
+async def test_a_published_version_cannot_be_called_before_the_canary_has_seen_it(
+    recorded: tuple[Path, Any], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with real_server(home) as server:
+        await server.greedy()
+        asked: list[int] = []
+        whole = server.policies.advance
+
+        async def before_it_counts(*arguments: Any) -> None:
+            body = {"model": f"{POLICY}@1", "messages": [{"role": "user", "content": "hello"}], "max_tokens": 1}
+            asked.append((await server.client.post("/v1/chat/completions", json=body)).status_code)
+            await whole(*arguments)
+            asked.append((await server.client.post("/v1/chat/completions", json=body)).status_code)
+
+        monkeypatch.setattr(server.policies, "advance", before_it_counts)
+        await server.train(job(recorded[1]))
+        assert asked == [404, 200]
+
+
+async def test_registration_never_deletes_checkpoints_that_the_ledger_does_not_know(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        await server.train(job(recorded[1]))
+        body = registration(Path(server.runtime().body.base_model))
+    for file in ("ledger.sqlite", "ledger.sqlite-wal", "ledger.sqlite-shm"):
+        (home / file).unlink(missing_ok=True)
+    async with real_server(home) as server:
+        refused = await server.client.post("/api/models", json=body)
+        assert refused.status_code == 409
+        assert "move them away" in refused.json()["error"]["message"]
+        assert {path.name for path in (home / "checkpoints" / POLICY).iterdir()} == {"000000", "000001"}
+
+
+async def test_a_policy_that_cannot_be_restored_leaves_nothing_in_memory_and_can_be_once_it_is_repaired(
+    recorded: tuple[Path, Any], home: Path
+) -> None:
+    async with real_server(home, LyingEngine) as server:
+        with lying(home / "nowhere"):
+            refused = await server.client.post(
+                "/v1/chat/completions", json={"model": POLICY, "messages": [{"role": "user", "content": "a"}]}
+            )
+        assert refused.status_code == 503
+        (base,) = server.bases.loaded().values()
+        assert base.host.adapters() == frozenset()
+        assert (await server.greedy())[0] == 0
+
+
+async def test_the_ledger_is_brought_in_line_with_the_folders_when_a_policy_is_restored(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        await server.train(job(recorded[1]))
+        server.ledger.mark_checkpoint(POLICY, 1, deleted=True)  # as a kill between the two leaves it
+    async with real_server(home) as server:
+        await server.greedy()
+        assert [info.step for info in server.ledger.checkpoints(POLICY)] == [0, 1]
+        pinned = await server.post(f"/api/checkpoints/{POLICY}/1/pin", {"pinned": True})
+        assert pinned["pinned"]
