@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..errors import ContextOverflow, InvalidRequest
-from .forest import Forest, TokenSample, pack
+from .forest import Forest, TokenSample
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +46,9 @@ class StepBatch:
         return self.advantages_N.numel()
 
     @classmethod
-    def build(cls, samples: Sequence[TrainSample], budget: int, dtype: torch.dtype, device: torch.device) -> StepBatch:
-        """Pack the samples into forests of at most `budget` tokens. Samples without sampled tokens have no place here."""
+    def build(cls, samples: Sequence[TrainSample], forests: list[Forest], dtype: torch.dtype, device: torch.device) -> StepBatch:
+        """`forests` are what the samples were packed into. Samples without sampled tokens have no place here."""
         tokens = [sample.tokens for sample in samples]
-        forests = pack(tokens, budget)
         sequence_of = {name: index for index, name in enumerate(dict.fromkeys(sample.trajectory_id for sample in samples))}
         lengths = [len(t.token_ids) for t in tokens]
         sequence_N = torch.repeat_interleave(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -38,6 +39,8 @@ METRICS: dict[str, str] = {
     "tokens/trained": "sampled or demonstrated tokens with a loss, per epoch",
     "tokens/forward": "tokens computed in one forward pass over the job's data",
     "tokens/saved_by_sharing": "tokens that row-by-row training would have computed on top, per pass",
+    "tokens/recomputed": "tokens, times the share of the layers, computed once more in backward to save memory, per pass",
+    "memory/activations_gib": "estimated peak of the largest micro-batch; above activation_memory_gib if one row alone needs more",
     "seconds/reference": "seconds spent on the base model's log-probabilities",
     "seconds/old_logprobs": "seconds spent on the log-probabilities at the start of the job",
     "seconds/forward_backward": "seconds spent in forward and backward passes",
@@ -47,6 +50,19 @@ METRICS: dict[str, str] = {
     "canary/moved": "mean change of the trainer's log-probabilities on the canary by this job (absent after a resume)",
 }
 """Every metric that a train job can report. A metric is absent, not zero, where it does not apply."""
+
+
+class BatchSize(NamedTuple):
+    """What one forward and backward pass over a step's micro-batches computes, saves and needs."""
+
+    tokens: int
+    """Computed forward."""
+    saved: int
+    """That rows would have computed on top."""
+    recomputed: float
+    """Computed again in backward: tokens times the share of the layers."""
+    activation_bytes: float
+    """Estimated peak of the largest micro-batch."""
 
 
 class Meter:
@@ -85,6 +101,12 @@ class Meter:
     def maximum(self, name: str) -> float | None:
         return self._maxima.get(name)
 
+    def add_batch(self, trained: int, size: BatchSize, *, epochs: int = 1) -> None:
+        """The data of one optimizer step, of the first epoch's or of each of several."""
+        counts = {"trained": trained, "forward": size.tokens, "saved": size.saved, "recomputed": size.recomputed}
+        self.add({name: count / epochs for name, count in counts.items()})
+        self.highest("activation_bytes", size.activation_bytes)
+
     def add_importance_weights(self, weights_N: Tensor | None) -> None:
         if weights_N is None or not weights_N.numel():
             return
@@ -102,6 +124,7 @@ class Meter:
     def job_metrics(self, learning_rate: float) -> dict[str, float]:
         """Everything of `METRICS` that was measured, apart from rewards and seconds."""
         low, high = self.ratio("clip_low", "clip_units"), self.ratio("clip_high", "clip_units")
+        peak = self.maximum("activation_bytes")
         weight, squared = self.ratio("weight", "weights"), self.ratio("weight_squared", "weights")
         found = {
             "loss": self.ratio("loss", "optimizer_steps"),
@@ -121,5 +144,7 @@ class Meter:
             "tokens/trained": self._sums.get("trained"),
             "tokens/forward": self._sums.get("forward"),
             "tokens/saved_by_sharing": self._sums.get("saved"),
+            "tokens/recomputed": self._sums.get("recomputed"),
+            "memory/activations_gib": None if peak is None else peak / 2**30,
         }
         return {name: value for name, value in found.items() if value is not None}

@@ -75,13 +75,13 @@ class AdapterOptimizer:
                 self._rng["cuda"] = torch.cuda.get_rng_state(self._device)
 
     @contextmanager
-    def transaction(self) -> Iterator[None]:
-        """All or nothing: on any exception weights, moments and generator are what they were before."""
+    def transaction(self) -> Iterator[dict[str, Tensor]]:
+        """All or nothing: on any exception weights, moments and generator are what they were before. Gives a copy of the weights."""
         weights = self.weights()
         moments = {name: value.clone() for name, value in self._state_tensors().items()}
         rng = {name: value.clone() for name, value in self._rng.items()}
         try:
-            yield
+            yield weights
         except BaseException:
             with torch.no_grad():
                 for name, parameter in self._parameters.items():

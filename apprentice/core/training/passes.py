@@ -6,7 +6,8 @@ The one place where the trainer touches the model. It knows no loss, no reward a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,8 +16,12 @@ from torch import Tensor
 from ..config import OptimizerConfig
 from ..errors import ApprenticeError, TrainJobFailed
 from ..records import JsonObject
-from .forest import Forest, TokenSample
+from .activation_memory import ActivationBound, ActivationCost, measure, pack_within, recomputing
+from .attention import forest_attention_in
+from .batches import StepBatch, TrainSample
+from .forest import Forest, TokenSample, pack
 from .logprobs import Scores, forest_logprobs, row_logprobs
+from .metrics import BatchSize
 from .policy import HostedModel
 
 OnProgress = Callable[[JsonObject], None]
@@ -33,29 +38,43 @@ def ignore_progress(data: JsonObject) -> None:
 class Passes:
     """Scores forests under `adapter` or under the base model. `sharing=False` runs every row by itself."""
 
-    def __init__(self, host: HostedModel, adapter: str, *, sharing: bool) -> None:
+    def __init__(self, host: HostedModel, adapter: str, *, sharing: bool, memory: ActivationBound) -> None:
         self._host = host
         self._adapter = adapter
         self._sharing = sharing
+        self._memory = memory
         self._dropout = host.adapter_config(adapter).dropout > 0
         self.device = host.device
         self.dtype = torch.float64 if host.dtype is torch.float64 else torch.float32
         """Of log-probabilities and everything made from them."""
 
-    def budget(self, config: OptimizerConfig) -> int:
-        """Tokens of a micro-batch. Without sharing a micro-batch is one row, or memory would grow with the rows of a tree."""
-        return config.tokens_per_microbatch if self._sharing else 1
+    def batch(self, samples: Sequence[TrainSample], config: OptimizerConfig) -> StepBatch:
+        """One optimizer step's data in micro-batches that fit the memory for activations; without sharing each is one row."""
+        tokens = [sample.tokens for sample in samples]
+        forests = pack_within(tokens, config.tokens_per_microbatch, self._memory) if self._sharing else pack(tokens, 1)
+        return StepBatch.build(samples, forests, self.dtype, self.device)
 
-    def forward_tokens(self, forests: Sequence[Forest]) -> tuple[int, int]:
-        """Tokens computed in one pass over the forests, and tokens that rows would have cost on top."""
+    def pack_to_score(self, samples: Sequence[TokenSample], most_tokens: int) -> list[Forest]:
+        """Forests for passes without gradient."""
+        return pack(samples, self._memory.scoring_tokens(most_tokens) if self._sharing else 1)
+
+    def size(self, forests: Sequence[Forest]) -> BatchSize:
+        """What one pass over the forests computes, saves and needs."""
         rows = sum(forest.row_tokens for forest in forests)
         computed = sum(forest.tokens for forest in forests) if self._sharing else rows
-        return computed, rows - computed
+        layers = max(self._memory.cost.layers, 1)
+        again = sum(forest.tokens * self._memory.recomputed(forest) / layers for forest in forests)
+        return BatchSize(computed, rows - computed, again, max(map(self._memory.bytes, forests), default=0.0))
 
     @contextmanager
     def with_gradient(self, forest: Forest) -> Iterator[Scores]:
         """Log-probabilities (with gradient) and entropies under the adapter, its dropout on. Call backward inside."""
-        with self._host.using(self._adapter, dropout=self._dropout) as model, torch.enable_grad():
+        recomputed = self._memory.recomputed(forest)
+        with self._host.using(self._adapter, dropout=self._dropout) as model, torch.enable_grad(), ExitStack() as layers:
+            if recomputed:
+                layers.enter_context(recomputing(model, recomputed))
+                if self._sharing:  # backward runs layers too
+                    layers.enter_context(forest_attention_in(model))
             yield self._score(model, forest, entropy=True)
 
     def logprobs(
@@ -87,6 +106,15 @@ class Passes:
                 details={"reason": "non_finite_logprob", "sample": sample.id},
             )
         return scores
+
+
+def activation_cost(host: HostedModel, adapter: str, *, sharing: bool) -> ActivationCost:
+    """What a pass under the adapter, its dropout on, keeps for backward. Counted on a small forest, or row if nothing is shared."""
+    samples = _probe_samples(host.model.config.get_text_config().vocab_size)
+    forest = Forest.build(samples if sharing else samples[-2:-1])
+    score: Any = forest_logprobs if sharing else row_logprobs
+    with host.using(adapter, dropout=host.adapter_config(adapter).dropout > 0) as model:
+        return measure(model, forest, lambda: score(model, forest, entropy=True).logprobs_N)
 
 
 def supports_sharing(host: HostedModel) -> tuple[bool, str]:

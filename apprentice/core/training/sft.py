@@ -49,14 +49,9 @@ class SupervisedJob:
         epochs = [shuffled_batches(self._demonstrations, self._config, epoch) for epoch in range(self._config.epochs)]
         steps = [batch for epoch in epochs for batch in epoch]
         for done, samples in enumerate(steps, 1):
-            batch = StepBatch.build(samples, self._passes.budget(self._config), self._passes.dtype, self._passes.device)
-            self._count(batch)
+            batch = self._passes.batch(samples, self._config)
+            self._meter.add_batch(batch.tokens, self._passes.size(batch.forests), epochs=self._config.epochs)
             self._optimizer_step(batch, {"phase": "forward_backward", "step": done, "steps": len(steps)})
-
-    def _count(self, batch: StepBatch) -> None:
-        computed, saved = self._passes.forward_tokens(batch.forests)
-        epochs = self._config.epochs
-        self._meter.add({"trained": batch.tokens / epochs, "forward": computed / epochs, "saved": saved / epochs})
 
     def _optimizer_step(self, batch: StepBatch, position: dict[str, str | int]) -> None:
         for done, (forest, place_N) in enumerate(zip(batch.forests, batch.places, strict=True), 1):

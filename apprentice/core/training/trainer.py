@@ -19,11 +19,12 @@ import torch
 
 from ..config import OptimizerConfig, SftConfig, TrainConfig
 from ..errors import InvalidRequest
-from .batches import StepBatch, TrainSample, check_samples, cut_by_group, target_places
-from .forest import TokenSample, pack
+from .activation_memory import GIB, ActivationBound, ActivationCost, default_bound, tight_heap
+from .batches import TrainSample, check_samples, cut_by_group, target_places
+from .forest import TokenSample
 from .metrics import Meter
 from .optimizer import AdapterOptimizer
-from .passes import OnProgress, Passes, ignore_progress, supports_sharing
+from .passes import OnProgress, Passes, activation_cost, ignore_progress, supports_sharing
 from .policy import HostedModel
 from .policy_step import PolicyJob
 from .sft import SupervisedJob
@@ -50,6 +51,8 @@ class Trainer:
         self._adapter = adapter
         self._optimizer = AdapterOptimizer(host.adapter_parameters(adapter), seed)
         self._sharing: tuple[bool, str] | None = None
+        self._cost: dict[bool, ActivationCost] = {}
+        """What activations cost with sharing and without; counted when first needed."""
 
     def sharing(self) -> tuple[bool, str]:
         """Whether prefixes are shared, and one sentence why; the probe runs once."""
@@ -67,12 +70,10 @@ class Trainer:
         self._check([sample.tokens for sample in trainable])
         if not trainable:
             return StepOutcome({"tokens/trained": 0.0}, moved=False)
-        meter, passes = Meter(), self._passes(config.allow_sharing)
-        parts = cut_by_group(trainable, config.steps_per_generation)
-        batches = [StepBatch.build(part, passes.budget(config), passes.dtype, passes.device) for part in parts]
+        meter, passes = Meter(), self._passes(config.allow_sharing, config.activation_memory_gib)
+        batches = [passes.batch(part, config) for part in cut_by_group(trainable, config.steps_per_generation)]
         for batch in batches:
-            computed, saved = passes.forward_tokens(batch.forests)
-            meter.add({"trained": float(batch.tokens), "forward": float(computed), "saved": float(saved)})
+            meter.add_batch(batch.tokens, passes.size(batch.forests))
         return self._run(PolicyJob(passes, self._optimizer, batches, config, meter, report), config, meter)
 
     def sft(self, demonstrations: Sequence[Sequence[TokenSample]], config: SftConfig, report: OnProgress = ignore_progress) -> StepOutcome:
@@ -86,7 +87,8 @@ class Trainer:
         if not targets:
             return StepOutcome({"tokens/trained": 0.0}, moved=False)
         meter = Meter()
-        return self._run(SupervisedJob(self._passes(True), self._optimizer, targets, config, meter, report), config, meter)
+        passes = self._passes(True, config.activation_memory_gib)
+        return self._run(SupervisedJob(passes, self._optimizer, targets, config, meter, report), config, meter)
 
     def score(self, rows: Sequence[Sequence[int]]) -> list[list[float]]:
         """Log-probabilities of `row[1:]` for each row of token ids, under the adapter; [] for a row of one token.
@@ -98,8 +100,8 @@ class Trainer:
                 raise InvalidRequest(f"a row to score needs at least one token, but row {number} is empty", param="rows")
         samples = [_plain_sample(str(number), row[:1], row[1:]) for number, row in enumerate(rows)]
         self._check(samples)
-        passes = self._passes(True)
-        forests = pack(samples, SCORING_TOKENS if self.sharing()[0] else 1)
+        passes = self._passes(True, None)
+        forests = passes.pack_to_score(samples, SCORING_TOKENS)
         places = target_places(forests, [len(sample.token_ids) for sample in samples])
         flat = passes.logprobs(forests, [torch.from_numpy(place).to(passes.device) for place in places]).tolist()
         found: list[list[float]] = []
@@ -117,14 +119,18 @@ class Trainer:
         self._optimizer.load(folder)
 
     def _run(self, job: PolicyJob | SupervisedJob, config: OptimizerConfig, meter: Meter) -> StepOutcome:
-        before = self._optimizer.weights()
-        with self._optimizer.transaction():
-            self._optimizer.configure(config)
-            job.run()
-        return StepOutcome({**meter.job_metrics(config.learning_rate), **meter.seconds()}, self._optimizer.moved_since(before))
+        with tight_heap():
+            with self._optimizer.transaction() as before:
+                self._optimizer.configure(config)
+                job.run()
+            return StepOutcome({**meter.job_metrics(config.learning_rate), **meter.seconds()}, self._optimizer.moved_since(before))
 
-    def _passes(self, allow_sharing: bool) -> Passes:
-        return Passes(self._host, self._adapter, sharing=allow_sharing and self.sharing()[0])
+    def _passes(self, allow_sharing: bool, memory_gib: float | None) -> Passes:
+        sharing = allow_sharing and self.sharing()[0]
+        if sharing not in self._cost:
+            self._cost[sharing] = activation_cost(self._host, self._adapter, sharing=sharing)
+        bound = default_bound(self._host.device) if memory_gib is None else memory_gib * GIB
+        return Passes(self._host, self._adapter, sharing=sharing, memory=ActivationBound(self._cost[sharing], bound))
 
     def _check(self, samples: Sequence[TokenSample]) -> None:
         check_samples(samples, self._host.model.config.get_text_config().vocab_size, self._host.context_length)

@@ -1,0 +1,254 @@
+"""How much memory the activations of one forward and backward pass take, and how to stay under a bound.
+
+Activations are what autograd keeps of a forward pass until backward. Two things make them smaller: fewer tokens in a pass,
+which computes shared prefixes again in the next one, and *recomputing* layers (activation checkpointing, Chen et al. 2016,
+arXiv 1604.06174), which keeps a layer's input alone and runs the layer again in backward. With frozen base weights a token
+costs as much backward as forward, so recomputing every layer costs half of a pass on top (`ActivationCost.work`).
+
+`measure` counts bytes on a small forest, `pack_within` cuts samples into forests that fit with the least work, and
+`recomputing` makes a model run its first layers that way. The choice depends on samples, options and the count alone, so a
+job that is run again makes it again. This module must not know losses, optimizers or adapters.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from .forest import Forest, TokenSample, pack
+from .logprobs import LOGITS_AT_ONCE
+
+GIB = 2**30
+CPU_BOUND = GIB
+"""Default bound on CPU."""
+GPU_SHARE = 4
+"""On a GPU the default bound is this part of its whole memory."""
+BUDGETS_TRIED = 5
+"""Numbers of recomputed layers for which a cut is tried, from all to none."""
+
+MAPPED_BLOCK = 2**18
+"""Bytes from which a block is mapped by itself while a job runs."""
+_LARGEST_HEAP_BLOCK = 2**25
+"""Where glibc's own threshold ends up."""
+_M_MMAP_THRESHOLD = -3
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationCost:
+    """Bytes that a model keeps for backward: per token in one layer (mean), per token outside of layers, and so on."""
+
+    layers: int
+    layer: float
+    layer_input: float
+    """Per token: what stays of a recomputed layer."""
+    outside: float
+    """Per token: embeddings, the last norm, hidden states of the head."""
+    head: float
+    """Per predicting position: logits that are kept until backward; 0 for a head that does not keep them."""
+    logits: float
+    """Per predicting position: logits while they exist; a head makes at most `LOGITS_AT_ONCE` at a time if it keeps none."""
+
+    def bytes(self, tokens: int, predictors: int, recomputed: int) -> float:
+        """Estimated peak of a pass whose first `recomputed` layers run twice.
+
+        Backward frees the last layers first, so a recomputed layer takes the place of one that is gone. One layer more
+        stands for what a layer needs while it runs: results that are not kept, and gradients.
+        """
+        kept = max(self.layers - recomputed, min(self.layers, 1))
+        per_token = self.outside + recomputed * self.layer_input + (kept + 1) * self.layer
+        return tokens * per_token + predictors * self.head + self._passing_logits(predictors)
+
+    def recomputed(self, tokens: int, predictors: int, bound: float) -> int:
+        """The fewest layers to recompute so that a pass fits; all of them if nothing makes it fit."""
+        fits = (count for count in range(self.layers) if self.bytes(tokens, predictors, count) <= bound)
+        return next(fits, self.layers)
+
+    def work(self, tokens: int, recomputed: int) -> float:
+        """Computation in units of a token's forward and backward pass without recomputation."""
+        return tokens * (1 + 0.5 * recomputed / max(self.layers, 1))
+
+    def most_tokens(self, predictors_per_token: float, recomputed: int, bound: float) -> int:
+        """Tokens that fit when so many layers are recomputed, at least 1."""
+        per_token = (self.bytes(2**20, 0, recomputed) / 2**20) + predictors_per_token * self.head
+        room = bound - self._passing_logits(2**20)
+        return max(1, int(room / per_token))
+
+    def _passing_logits(self, predictors: int) -> float:
+        return min(predictors * self.logits, 2 * 4 * LOGITS_AT_ONCE)
+
+
+@dataclass(frozen=True, slots=True)
+class ActivationBound:
+    """What a model costs and how many bytes a pass may take."""
+
+    cost: ActivationCost
+    bound: float
+
+    def recomputed(self, forest: Forest) -> int:
+        """Layers to recompute in a pass over this forest."""
+        return self.cost.recomputed(forest.tokens, len(forest.predictors_U), self.bound)
+
+    def bytes(self, forest: Forest) -> float:
+        """Estimated peak of a pass over this forest; above the bound only where nothing makes it fit."""
+        return self.cost.bytes(forest.tokens, len(forest.predictors_U), self.recomputed(forest))
+
+    def scoring_tokens(self, most: int) -> int:
+        """Tokens of a pass without gradient, which holds no more than one layer's activations at a time, up to `most`."""
+        per_token = self.cost.outside + 2 * self.cost.layer
+        return max(1, min(most, int(self.bound / max(per_token, 1.0))))
+
+
+def default_bound(device: torch.device) -> float:
+    """Bytes for activations where the options name none."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory / GPU_SHARE
+    return CPU_BOUND
+
+
+def pack_within(samples: Sequence[TokenSample], most_tokens: int, memory: ActivationBound) -> list[Forest]:
+    """Cut samples into forests of at most `most_tokens` tokens that fit the bound, with the least estimated work.
+
+    Tries the cuts that fit when all, three quarters, … or none of the layers are recomputed; in each, a forest recomputes
+    only as many layers as it must. Ties go to the larger forests. A single row that fits in no way stays a forest of its own.
+    """
+    cost = memory.cost
+    whole = pack(samples, most_tokens)
+    tokens = sum(forest.tokens for forest in whole)
+    density = sum(len(forest.predictors_U) for forest in whole) / max(tokens, 1)
+    best, least = None, float("inf")
+    previous = 0
+    for step in range(BUDGETS_TRIED):
+        recomputed = cost.layers - cost.layers * step // (BUDGETS_TRIED - 1)
+        budget = min(most_tokens, cost.most_tokens(density, recomputed, memory.bound))
+        if budget == previous:
+            continue
+        previous = budget
+        forests = whole if budget == most_tokens else pack(samples, budget)
+        work = sum(cost.work(forest.tokens, memory.recomputed(forest)) for forest in forests)
+        if work < least:
+            best, least = forests, work
+        if least <= sum(forest.tokens for forest in forests):  # smaller forests have more tokens: nothing is left to gain
+            break
+    return whole if best is None else best
+
+
+def decoder_layers(model: nn.Module) -> list[Any]:
+    """The layers of the model's longest stack, in order; none if the model's code does not mark its layers."""
+    stacks = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, nn.ModuleList) and all(isinstance(layer, GradientCheckpointingLayer) for layer in module)
+    ]
+    return max(stacks, key=len, default=[])
+
+
+@contextmanager
+def recomputing(model: nn.Module, layers: int) -> Iterator[None]:
+    """Inside, the first `layers` decoder layers keep their inputs alone and run again in backward, with the same dropout.
+
+    Call backward inside. The layers' modes stay as they are (transformers' own switch needs them in training mode).
+    """
+    chosen = decoder_layers(model)[:layers]
+    for layer in chosen:
+        layer.forward = partial(checkpoint, layer.forward, use_reentrant=False, preserve_rng_state=True)
+    try:
+        yield
+    finally:
+        for layer in chosen:
+            del layer.forward  # the class's own is back
+
+
+def measure(model: Any, forest: Forest, score: Callable[[], Tensor]) -> ActivationCost:
+    """Count what autograd keeps when `score` runs `model` over `forest`, of which it should keep the result alone.
+
+    Parameters and buffers are not activations, and a block of memory that several operations keep counts once, where it
+    was kept first. The global random state is left as it was.
+    """
+    counter = _Counter(model)
+    layers = decoder_layers(model)
+    hooks = [hook for layer in layers for hook in counter.watch(layer)]
+    try:
+        devices = [model.device] if model.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices), torch.enable_grad(), saved_tensors_hooks(counter.keep, lambda kept: kept):
+            score()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    tokens, predictors, count = forest.tokens, len(forest.predictors_U), max(len(layers), 1)
+    logits = model.config.get_text_config().vocab_size * 4.0
+    head = counter.logits / predictors
+    return ActivationCost(
+        layers=len(layers),
+        layer=counter.inside / tokens / count,
+        layer_input=counter.inputs / tokens / count,
+        outside=counter.outside / tokens,
+        head=head + (logits if head else 0),  # and their gradient
+        logits=0.0 if head else 2 * logits,
+    )
+
+
+class _Counter:
+    """Bytes of kept tensors by where they were kept."""
+
+    def __init__(self, model: Any) -> None:
+        self._vocabulary = model.config.get_text_config().vocab_size
+        self._seen = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+        self._alive: list[Tensor] = []
+        """Freed memory would be given to the next tensor and be taken for known."""
+        self._in_layer = False
+        self.inside = self.inputs = self.outside = self.logits = 0
+
+    def watch(self, layer: nn.Module) -> list[Any]:
+        return [layer.register_forward_pre_hook(self._enter, with_kwargs=True), layer.register_forward_hook(self._leave)]
+
+    def keep(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() in self._seen:
+            return tensor.detach()
+        self._seen.add(storage.data_ptr())
+        self._alive.append(tensor.detach())
+        if self._in_layer:
+            self.inside += storage.nbytes()
+        elif tensor.shape[-1:] == (self._vocabulary,):
+            self.logits += storage.nbytes()
+        else:
+            self.outside += storage.nbytes()
+        return tensor.detach()
+
+    def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._in_layer = True
+        hidden = next(value for value in [*args, *kwargs.values()] if isinstance(value, Tensor))
+        self.inputs += hidden.untyped_storage().nbytes()
+
+    def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._in_layer = False
+
+
+@contextmanager
+def tight_heap() -> Iterator[None]:
+    """Inside, large blocks go back to the system when they are freed; at the end all that is free does.
+
+    glibc puts blocks of up to 32 MiB into its heap once it has seen such sizes, where aligned tensors leave gaps: a pass
+    then took 1.5 times its activations. Does nothing where the C library has no such calls.
+    """
+    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
+    if libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
+        yield
+        return
+    libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_BLOCK)
+    try:
+        yield
+    finally:
+        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
+        libc.malloc_trim(0)
