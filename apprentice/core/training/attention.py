@@ -31,7 +31,7 @@ from .forest import Segment
 
 NAME = "forest"
 TILE = 256
-"""Longest stretch of a segment that is computed as one causal square; measured on CPU between 128 and 512."""
+"""Longest stretch of a segment that is computed as one causal square. Of 128 to 768, 256 and 384 were fastest on CPU."""
 
 _flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 _flash_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
@@ -90,11 +90,12 @@ class AttentionPlan:
                 yield Rectangle(tile, stop, tile, stop, True)
 
     def _below(self) -> Iterator[Rectangle]:
+        """Each tile's keys, for all that comes after it in its segment and below: few and tall, which the kernel likes best."""
         for start, end, _, subtree_end in self.segments:
-            for tile in range(start + TILE, end, TILE):
-                yield Rectangle(tile, min(tile + TILE, end), start, tile, False)
-            if subtree_end > end:
-                yield Rectangle(end, subtree_end, start, end, False)
+            for tile in range(start, end, TILE):
+                stop = min(tile + TILE, end)
+                if subtree_end > stop:
+                    yield Rectangle(stop, subtree_end, tile, stop, False)
 
 
 class _MergedAttention(torch.autograd.Function):
