@@ -21,7 +21,7 @@ import time
 from typing import Any
 
 import torch
-from training_groups import ADAPTER, Group, flat_group, forest_step, forked_group, gradient_of, load_host, say
+from _training_groups import ADAPTER, Group, flat_group, forest_step, forked_group, gradient_of, load_host, say
 
 from apprentice.core.training.policy import HostedModel
 

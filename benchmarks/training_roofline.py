@@ -31,7 +31,7 @@ from typing import NamedTuple
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread that spins would count as CPU time
 
 import torch
-from training_groups import flat_group, forest_step, load_host, say
+from _training_groups import flat_group, forest_step, load_host, say
 
 from apprentice.core.training.attention import AttentionPlan
 from apprentice.core.training.forest import Forest

@@ -185,7 +185,8 @@ def test_every_other_bound_stands_with_its_value() -> None:
         "MINIMUM_KEY_LENGTH": auth.MINIMUM_KEY_LENGTH,
         "RETRY_AFTER_SECONDS": http_errors.RETRY_AFTER_SECONDS,
         "PINNED_VERSIONS_IN_MEMORY": policies.PINNED_VERSIONS_IN_MEMORY,
-        "SYNC_SECONDS": job_steps.SYNC_SECONDS,
+        "ENGINE_SECONDS": job_steps.ENGINE_SECONDS,
+        "LEDGER_SECONDS": jobs.LEDGER_SECONDS,
         "HEARTBEAT_SECONDS": jobs.HEARTBEAT_SECONDS,
     }
     assert found == {name: number(value) for name, value in constants.items()}

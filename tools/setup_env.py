@@ -48,7 +48,7 @@ def install_torch(python: Path) -> None:
 
 
 def main() -> None:
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036  run by whatever Python make finds
         raise SystemExit(f"setup: Python 3.11 or newer is needed, this is {platform.python_version()} ({sys.executable}).")
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--venv", default=".venv")

@@ -1,7 +1,7 @@
 """The small server with what tests of the client need: train jobs that "train", and faults of the network on demand.
 
-    with client_server(tmp_path) as server:
-        server.faults.add("POST", "/api/train-jobs", "lose_answer")
+with client_server(tmp_path) as server:
+    server.faults.add("POST", "/api/train-jobs", "lose_answer")
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A small training run, as user code would write it; run as a script it is the process that tests kill.
 
-    python loop_script.py URL POLICY_NAME RUN_DIR
+python loop_script.py URL POLICY_NAME RUN_DIR
 """
 
 from __future__ import annotations

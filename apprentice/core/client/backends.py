@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from abc import ABC, abstractmethod
 from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
@@ -29,11 +30,11 @@ class Backend(Protocol):
         ...
 
 
-class _Closing:
+class _Closing(ABC):
     """`async with backend:` closes it."""
 
-    async def close(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    async def close(self) -> None: ...
 
     async def __aenter__(self) -> Self:
         return self

@@ -30,7 +30,6 @@ def gone(pid: int) -> bool:
         return True
 
 
-
 def written_by(server: local_server.LocalServer) -> str:
     """What other users of the machine could read: the command line, and the log."""
     return Path(f"/proc/{server.pid}/cmdline").read_text() + server.log.read_text()
