@@ -69,4 +69,5 @@ async def main(url: str, key: str, base: str, run_dir: Path, steps: int) -> None
 
 
 if __name__ == "__main__":
-    asyncio.run(main(*sys.argv[1:4], Path(sys.argv[4]), int(sys.argv[5])))
+    url, key, base, run_dir, steps = sys.argv[1:]
+    asyncio.run(main(url, key, base, Path(run_dir), int(steps)))

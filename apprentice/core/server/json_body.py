@@ -27,10 +27,19 @@ def parse_json(body: bytes) -> Any:
     try:
         value: Any = from_json(body, allow_inf_nan=False)
     except ValueError as cause:
-        raise InvalidRequest(f"the body must be valid JSON in UTF-8, but it is not: {cause}", param="body") from None
+        what = "it holds NaN or Infinity" if _is_json_but_for_nan(body) else "it is not"
+        raise InvalidRequest(f"the body must be valid JSON in UTF-8, but {what}: {cause}", param="body") from None
     if _BIG_EXPONENT.search(body) and not _all_finite(value):
         raise InvalidRequest("the body holds a number beyond the range of a 64-bit float", param="body")
     return value
+
+
+def _is_json_but_for_nan(body: bytes) -> bool:
+    try:
+        from_json(body, allow_inf_nan=True)
+    except ValueError:
+        return False
+    return True
 
 
 async def read_body(request: Request, limit: int) -> bytes:
