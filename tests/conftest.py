@@ -9,6 +9,12 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
+from hypothesis import settings
+
+# The same examples on every run, so that a red test means a change; HYPOTHESIS_PROFILE=explore looks for new ones.
+settings.register_profile("repeat", derandomize=True)
+settings.register_profile("explore", derandomize=False)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "repeat"))
 
 
 @pytest.fixture(scope="session")

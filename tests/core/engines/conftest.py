@@ -27,7 +27,7 @@ def adapter_folders(llama_host: HostedModel, tmp_path_factory: pytest.TempPathFa
         generator = torch.Generator().manual_seed(number)
         with torch.no_grad():
             for parameter in llama_host.adapter_parameters(name).values():
-                parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+                parameter.add_(0.08 * torch.randn(parameter.shape, generator=generator))
         llama_host.save_adapter(name, folder)
         llama_host.drop_adapter(name)
         folders.append(folder)
