@@ -248,7 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--home", type=Path, default=Path(".apprentice/demo"), help="ledger, checkpoints and report")
     parser.add_argument("--base-model", default="smollm2-135m")
-    parser.add_argument("--steps", type=int, default=8, help="GRPO steps")
+    parser.add_argument("--steps", type=int, default=5, help="GRPO steps")
     parser.add_argument("--demonstrations", type=int, default=64, help="for the warm-up, eight a step")
     parser.add_argument("--held-out", type=int, default=48, help="questions of the evaluation")
     args = parser.parse_args()
