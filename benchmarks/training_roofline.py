@@ -6,63 +6,52 @@ through the activations another 2, no gradient of the weights):
 
     4 x (weights of the linear layers of the blocks) x (tokens of the forest)
   + 4 x (weights of the head) x (places that predict a target)
+  + 6 x (weights of the adapter) x (tokens of the forest)                 2 forward, 4 backward: their gradient is wanted
   + 12 x layers x heads x head size x (query-key pairs that attend)       scores and mixing: 4 forward, 8 backward
 
-The adapter's own products, the recomputation of scores in backward, norms, activations and the softmax are work that earns
-nothing here. The peak is the best sustained rate of several fp32 products: square ones of 2,048 and those of the model's own shapes.
-Peak and step alternate in one run, because the machine may be shared.
+The recomputation of scores in backward, norms, activations and the softmax are work that earns nothing here.
 
-On a machine that others use at the same time, wall-clock rates say how much of it was left. `ratio_cpu` is the same ratio per
-CPU second of this process, which leaves that out (and with it the time that one thread waits for the other).
+The peak is the best sustained rate of several fp32 products: square ones of 2,048 and those of the model's own shapes. Peak
+and step alternate in one run, because the machine may be shared.
+
+Memory is kept as a train job keeps it when `activation_memory_gib` leaves room (here 10; `heap` says how), and one step goes
+before, as in a job of several micro-batches. `ratio_tight` is one more step kept as under a bound that is only just enough:
+every large block is given back when it is freed and its pages are new to the next tensor.
 
 The last line is one JSON object: `ratio` (median of achieved / peak of the same round), `achieved_gflops`, `peak_gflops`,
-`ratio_cpu`.
+`ratio_tight`.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
 import time
-from typing import NamedTuple
-
-os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # a waiting thread that spins would count as CPU time
 
 import torch
-from _training_groups import flat_group, forest_step, load_host, say
+from _training_groups import ADAPTER, Group, flat_group, forest_step, load_host, say
 
 from apprentice.core.training.attention import AttentionPlan
 from apprentice.core.training.forest import Forest
+from apprentice.core.training.heap import job_heap, recycle_blocks
 from apprentice.core.training.policy import HostedModel
 
 SHAPES = ((2048, 2048, 2048), (2748, 576, 1536), (2748, 1536, 576), (2748, 576, 576))
 
 
-class Rate(NamedTuple):
-    """FLOP/s, by the clock on the wall and by the CPU time of all threads."""
-
-    wall: float
-    cpu: float
-
-
-def measured(flop: float, wall: float, cpu: float) -> Rate:
-    return Rate(flop / (time.perf_counter() - wall), flop / (time.process_time() - cpu))
-
-
-def peak_rate(seconds: float = 1.0) -> Rate:
-    """The best rates that torch's fp32 matrix product sustains on any of the shapes, each run for a while."""
-    rates: list[Rate] = []
+def peak_rate(seconds: float = 1.0) -> float:
+    """The best FLOP/s that torch's fp32 matrix product sustains on any of the shapes, each run for a while."""
+    rates: list[float] = []
     for rows, inner, columns in SHAPES:
         a, b, out = torch.randn(rows, inner), torch.randn(columns, inner), torch.empty(rows, columns)
         torch.mm(a, b.T, out=out)
-        wall, cpu, products = time.perf_counter(), time.process_time(), 0
-        while time.perf_counter() - wall < seconds:
+        started, products = time.perf_counter(), 0
+        while time.perf_counter() - started < seconds:
             torch.mm(a, b.T, out=out)
             products += 1
-        rates.append(measured(2 * rows * inner * columns * products, wall, cpu))
-    return Rate(max(rate.wall for rate in rates), max(rate.cpu for rate in rates))
+        rates.append(2 * rows * inner * columns * products / (time.perf_counter() - started))
+    return max(rates)
 
 
 def useful_flop(host: HostedModel, forest: Forest) -> float:
@@ -74,7 +63,8 @@ def useful_flop(host: HostedModel, forest: Forest) -> float:
     ]
     head = config.vocab_size * config.hidden_size
     attention = 12 * config.num_hidden_layers * config.num_attention_heads * config.head_dim * AttentionPlan(forest.segments).pairs()
-    return 4.0 * sum(linear) * forest.tokens + 4.0 * head * len(forest.predictors_U) + attention
+    adapter = sum(parameter.numel() for parameter in host.adapter_parameters(ADAPTER).values())
+    return (4.0 * sum(linear) + 6.0 * adapter) * forest.tokens + 4.0 * head * len(forest.predictors_U) + attention
 
 
 def main() -> None:
@@ -84,30 +74,31 @@ def main() -> None:
     torch.set_num_threads(2)
     host = load_host()
     group = flat_group(1500)
-    forest_step(host, flat_group(40))
-    peaks: list[Rate] = []
-    achieved: list[Rate] = []
-    for repeat in range(options.repeats):
-        before = peak_rate()
-        wall, cpu = time.perf_counter(), time.process_time()
-        seconds, _, forest = forest_step(host, group)
-        flop = useful_flop(host, forest)
-        achieved.append(measured(flop, wall, cpu))
-        after = peak_rate()
-        peaks.append(Rate(max(before.wall, after.wall), max(before.cpu, after.cpu)))
-        say(
-            f"{repeat + 1}/{options.repeats}: {flop / 1e12:.3f} TFLOP in {seconds:.2f} s, {achieved[-1].wall / 1e9:.1f} GFLOP/s of "
-            f"{peaks[-1].wall / 1e9:.1f}, ratio {achieved[-1].wall / peaks[-1].wall:.3f}, per CPU second "
-            f"{achieved[-1].cpu / peaks[-1].cpu:.3f}"
-        )
-    rounds = list(zip(achieved, peaks, strict=True))
+    with job_heap():
+        tight = one_round(host, group, "tight")
+    with job_heap():
+        recycle_blocks(True)
+        forest_step(host, group)
+        rounds = [one_round(host, group, f"{repeat + 1}/{options.repeats}") for repeat in range(options.repeats)]
     result = {
-        "ratio": round(statistics.median(a.wall / p.wall for a, p in rounds), 3),
-        "achieved_gflops": round(statistics.median(a.wall for a in achieved) / 1e9, 1),
-        "peak_gflops": round(statistics.median(p.wall for p in peaks) / 1e9, 1),
-        "ratio_cpu": round(statistics.median(a.cpu / p.cpu for a, p in rounds), 3),
+        "ratio": round(statistics.median(achieved / peak for achieved, peak in rounds), 3),
+        "achieved_gflops": round(statistics.median(achieved for achieved, _ in rounds) / 1e9, 1),
+        "peak_gflops": round(statistics.median(peak for _, peak in rounds) / 1e9, 1),
+        "ratio_tight": round(tight[0] / tight[1], 3),
     }
     print(json.dumps(result))
+
+
+def one_round(host: HostedModel, group: Group, name: str) -> tuple[float, float]:
+    """Achieved and peak FLOP/s: one step between two measurements of the peak."""
+    before = peak_rate()
+    seconds, _, forest = forest_step(host, group)
+    flop = useful_flop(host, forest)
+    achieved, peak = flop / seconds, max(before, peak_rate())
+    say(
+        f"{name}: {flop / 1e12:.3f} TFLOP in {seconds:.2f} s, {achieved / 1e9:.1f} GFLOP/s of {peak / 1e9:.1f}, ratio {achieved / peak:.3f}"
+    )
+    return achieved, peak
 
 
 if __name__ == "__main__":

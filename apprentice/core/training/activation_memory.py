@@ -12,8 +12,6 @@ job that is run again makes it again. This module must not know losses, optimize
 
 from __future__ import annotations
 
-import ctypes
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,11 +35,10 @@ GPU_SHARE = 4
 BUDGETS_TRIED = 5
 """Numbers of recomputed layers for which a cut is tried, from all to none."""
 
-MAPPED_BLOCK = 2**18
-"""Bytes from which a block is mapped by itself while a job runs."""
-_LARGEST_HEAP_BLOCK = 2**25
-"""Where glibc's own threshold ends up."""
-_M_MMAP_THRESHOLD = -3
+HEAP_SPREAD = 2.6
+"""What a pass takes of a heap that keeps its blocks, over its activations (measured: 2.3 to 2.5)."""
+NEW_PAGES = 1.3
+"""Time of a pass on CPU whose blocks are always new to the process, over one that recycles them (measured: 1.3 to 1.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +91,8 @@ class ActivationBound:
 
     cost: ActivationCost
     bound: float
+    on_heap: bool = True
+    """Whether tensors lie in the C library's heap: on CPU."""
 
     def recomputed(self, forest: Forest) -> int:
         """Layers to recompute in a pass over this forest."""
@@ -102,6 +101,15 @@ class ActivationBound:
     def bytes(self, forest: Forest) -> float:
         """Estimated peak of a pass over this forest; above the bound only where nothing makes it fit."""
         return self.cost.bytes(forest.tokens, len(forest.predictors_U), self.recomputed(forest))
+
+    def lets_heap_recycle(self, forest: Forest) -> bool:
+        """Whether a pass over this forest stays under the bound even in a heap that keeps its blocks (see `heap`)."""
+        return self.on_heap and HEAP_SPREAD * self.bytes(forest) <= self.bound
+
+    def work(self, forest: Forest) -> float:
+        """Time of a pass with gradient in units of a token's, nothing recomputed and blocks recycled."""
+        work = self.cost.work(forest.tokens, self.recomputed(forest))
+        return work * NEW_PAGES if self.on_heap and not self.lets_heap_recycle(forest) else work
 
     def scoring_tokens(self, most: int) -> int:
         """Tokens of a pass without gradient, which holds no more than one layer's activations at a time, up to `most`."""
@@ -119,28 +127,27 @@ def default_bound(device: torch.device) -> float:
 def pack_within(samples: Sequence[TokenSample], most_tokens: int, memory: ActivationBound) -> list[Forest]:
     """Cut samples into forests of at most `most_tokens` tokens that fit the bound, with the least estimated work.
 
-    Tries the cuts that fit when all, three quarters, … or none of the layers are recomputed; in each, a forest recomputes
-    only as many layers as it must. Ties go to the larger forests. A single row that fits in no way stays a forest of its own.
+    Tries the cuts that fit when all, three quarters, … or none of the layers are recomputed, and the one that lets the heap
+    recycle; in each, a forest recomputes only as many layers as it must. Ties go to the larger forests. A single row that
+    fits in no way stays a forest of its own.
     """
     cost = memory.cost
     whole = pack(samples, most_tokens)
     tokens = sum(forest.tokens for forest in whole)
     density = sum(len(forest.predictors_U) for forest in whole) / max(tokens, 1)
-    best, least = None, float("inf")
-    previous = 0
-    for step in range(BUDGETS_TRIED):
-        recomputed = cost.layers - cost.layers * step // (BUDGETS_TRIED - 1)
-        budget = min(most_tokens, cost.most_tokens(density, recomputed, memory.bound))
-        if budget == previous:
-            continue
-        previous = budget
+    recomputed = [cost.layers - cost.layers * step // (BUDGETS_TRIED - 1) for step in range(BUDGETS_TRIED)]
+    budgets = [cost.most_tokens(density, layers, memory.bound) for layers in recomputed]
+    if memory.on_heap:
+        budgets.append(cost.most_tokens(density, 0, memory.bound / HEAP_SPREAD))
+    best, least = whole, float("inf")
+    for budget in sorted({min(most_tokens, budget) for budget in budgets}, reverse=True):
         forests = whole if budget == most_tokens else pack(samples, budget)
-        work = sum(cost.work(forest.tokens, memory.recomputed(forest)) for forest in forests)
+        if sum(forest.tokens for forest in forests) >= least:  # smaller forests have more tokens: nothing is left to gain
+            break
+        work = sum(map(memory.work, forests))
         if work < least:
             best, least = forests, work
-        if least <= sum(forest.tokens for forest in forests):  # smaller forests have more tokens: nothing is left to gain
-            break
-    return whole if best is None else best
+    return best
 
 
 def decoder_layers(model: nn.Module) -> list[Any]:
@@ -233,22 +240,3 @@ class _Counter:
 
     def _leave(self, layer: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         self._in_layer = False
-
-
-@contextmanager
-def tight_heap() -> Iterator[None]:
-    """Inside, large blocks go back to the system when they are freed; at the end all that is free does.
-
-    glibc puts blocks of up to 32 MiB into its heap once it has seen such sizes, where aligned tensors leave gaps: a pass
-    then took 1.5 times its activations. Does nothing where the C library has no such calls.
-    """
-    libc: Any = ctypes.CDLL(None) if sys.platform == "linux" else None
-    if libc is None or not hasattr(libc, "mallopt") or not hasattr(libc, "malloc_trim"):
-        yield
-        return
-    libc.mallopt(_M_MMAP_THRESHOLD, MAPPED_BLOCK)
-    try:
-        yield
-    finally:
-        libc.mallopt(_M_MMAP_THRESHOLD, _LARGEST_HEAP_BLOCK)
-        libc.malloc_trim(0)

@@ -143,10 +143,12 @@ class _FrozenHead(torch.autograd.Function):
         mean_UD = torch.empty_like(hidden_UD) if ctx.needs_input_grad[0] else None
         order_N = torch.argsort(slot_N)
         sorted_slot_N = slot_N[order_N].contiguous()
-        step = max(1, LOGITS_AT_ONCE // len(weight_VD))
+        step = min(max(1, LOGITS_AT_ONCE // len(weight_VD)), len(hidden_UD))
+        raw = hidden_UD.new_empty(step, len(weight_VD))  # made once: touching new pages costs as much as the product
         for start in range(0, len(hidden_UD), step):
             rows = slice(start, min(start + step, len(hidden_UD)))
-            logits = torch.nn.functional.linear(hidden_UD[rows], weight_VD, bias_V).to(exact)
+            logits = torch.mm(hidden_UD[rows], weight_VD.T, out=raw[: rows.stop - start])
+            logits = (logits if bias_V is None else logits.add_(bias_V)).to(exact)
             first, last = torch.searchsorted(sorted_slot_N, torch.tensor([rows.start, rows.stop], device=slot_N.device)).tolist()
             here = order_N[first:last]
             drawn = logits[slot_N[here] - start, target_N[here]]

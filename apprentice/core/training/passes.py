@@ -20,6 +20,7 @@ from .activation_memory import ActivationBound, ActivationCost, measure, pack_wi
 from .attention import forest_attention_in
 from .batches import StepBatch, TrainSample
 from .forest import Forest, TokenSample, pack
+from .heap import recycle_blocks
 from .logprobs import Scores, forest_logprobs, row_logprobs
 from .metrics import BatchSize
 from .policy import HostedModel
@@ -70,6 +71,7 @@ class Passes:
     def with_gradient(self, forest: Forest) -> Iterator[Scores]:
         """Log-probabilities (with gradient) and entropies under the adapter, its dropout on. Call backward inside."""
         recomputed = self._memory.recomputed(forest)
+        recycle_blocks(self._memory.lets_heap_recycle(forest))
         with self._host.using(self._adapter, dropout=self._dropout) as model, torch.enable_grad(), ExitStack() as layers:
             if recomputed:
                 layers.enter_context(recomputing(model, recomputed))

@@ -19,9 +19,10 @@ import torch
 
 from ..config import OptimizerConfig, SftConfig, TrainConfig
 from ..errors import InvalidRequest
-from .activation_memory import GIB, ActivationBound, ActivationCost, default_bound, tight_heap
+from .activation_memory import GIB, ActivationBound, ActivationCost, default_bound
 from .batches import TrainSample, check_samples, cut_by_group, target_places
 from .forest import TokenSample
+from .heap import job_heap
 from .metrics import Meter
 from .optimizer import AdapterOptimizer
 from .passes import OnProgress, Passes, activation_cost, ignore_progress, supports_sharing
@@ -119,7 +120,7 @@ class Trainer:
         self._optimizer.load(folder)
 
     def _run(self, job: PolicyJob | SupervisedJob, config: OptimizerConfig, meter: Meter) -> StepOutcome:
-        with tight_heap():
+        with job_heap():
             with self._optimizer.transaction() as before:
                 self._optimizer.configure(config)
                 job.run()
@@ -130,7 +131,9 @@ class Trainer:
         if sharing not in self._cost:
             self._cost[sharing] = activation_cost(self._host, self._adapter, sharing=sharing)
         bound = default_bound(self._host.device) if memory_gib is None else memory_gib * GIB
-        return Passes(self._host, self._adapter, sharing=sharing, memory=ActivationBound(self._cost[sharing], bound))
+        return Passes(
+            self._host, self._adapter, sharing=sharing, memory=ActivationBound(self._cost[sharing], bound, self._host.device.type == "cpu")
+        )
 
     def _check(self, samples: Sequence[TokenSample]) -> None:
         check_samples(samples, self._host.model.config.get_text_config().vocab_size, self._host.context_length)

@@ -14,8 +14,10 @@ from tiny_host import ADAPTER, make_host, rollouts
 from torch.autograd.graph import saved_tensors_hooks
 
 from apprentice.core.config import AdapterConfig, SftConfig, TrainConfig
+from apprentice.core.training import heap
 from apprentice.core.training.activation_memory import (
     GIB,
+    HEAP_SPREAD,
     ActivationBound,
     ActivationCost,
     decoder_layers,
@@ -187,10 +189,48 @@ def test_every_target_is_kept_and_every_forest_fits_or_is_one_row(prompt: int, r
     assert sorted(number for forest in found for number in forest.numbers) == list(range(rows))
     for forest in found:
         assert len(forest.rows) == 1 or (memory.bytes(forest) <= bound and forest.tokens <= most)
-    work = sum(COST.work(forest.tokens, memory.recomputed(forest)) for forest in found)
-    for budget in {COST.most_tokens(1.0, count, bound) for count in (0, 4)}:
-        forests = pack(samples, min(budget, most))
-        assert work <= sum(COST.work(forest.tokens, memory.recomputed(forest)) for forest in forests) + 1e-9
+    budgets = {COST.most_tokens(1.0, count, bound) for count in (0, 4)} | {COST.most_tokens(1.0, 0, bound / HEAP_SPREAD)}
+    for budget in budgets:
+        assert sum(map(memory.work, found)) <= sum(map(memory.work, pack(samples, min(budget, most)))) + 1e-9
+
+
+def test_a_bound_with_room_to_spare_is_cut_so_that_the_heap_can_recycle() -> None:
+    """Two rows that share nothing: together they fit, but only apart do they leave room for a heap that keeps its blocks."""
+    samples = [TokenSample(str(n), (100 + n,) * 20, (1,) * 10, (0.0,) * 10, (0.0,) * 10, (0.0,) * 10) for n in range(2)]
+    room = HEAP_SPREAD * COST.bytes(30, 10, 0)
+    on_cpu, elsewhere = (ActivationBound(COST, room, on_heap) for on_heap in (True, False))
+    found = pack_within(samples, 8192, on_cpu)
+    assert [forest.tokens for forest in found] == [30, 30]
+    assert all(map(on_cpu.lets_heap_recycle, found))
+    assert [forest.tokens for forest in pack_within(samples, 8192, elsewhere)] == [60]
+    assert not elsewhere.lets_heap_recycle(found[0])
+
+
+def test_blocks_are_recycled_inside_a_job_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[int, int]] = []
+
+    class Library:
+        def mallopt(self, option: int, value: int) -> None:
+            calls.append((option, value))
+
+        def malloc_trim(self, pad: int) -> None:
+            calls.append((0, pad))
+
+    monkeypatch.setattr(heap, "_c_library", Library)
+    kept = heap._JobHeap()
+    kept.recycle(True)
+    assert calls == []
+    with kept.job():
+        tight = calls[-2:]
+        kept.recycle(True)
+        assert calls[-2:] != tight
+        count = len(calls)
+        kept.recycle(True)
+        assert len(calls) == count
+        kept.recycle(False)
+        assert calls[count:] == [*tight, (0, 0)]
+    assert calls[-1] == (0, 0)
+    assert dict(calls[-3:-1])[-3] == 2**25
 
 
 def trained(folder: Path, samples: list[TrainSample], gib: float | None) -> tuple[dict[str, torch.Tensor], dict[str, float]]:

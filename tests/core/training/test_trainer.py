@@ -224,7 +224,8 @@ def test_progress_counts_every_micro_batch_of_every_phase(folder: Path, samples:
 def test_weights_that_overflowed_end_the_job_with_the_sample_named(folder: Path, samples: list[TrainSample]) -> None:
     host = make_host(folder)
     with torch.no_grad():
-        next(iter(host.adapter_parameters(ADAPTER).values())).fill_(math.nan)
+        # not in attention: a softmax whose largest score is not a number is nothing or everything, as the CPU has it
+        next(p for name, p in host.adapter_parameters(ADAPTER).items() if "mlp.down_proj" in name).fill_(math.nan)
     with pytest.raises(TrainJobFailed, match=r"token 0 of sample g0t0c0 is not finite") as caught:
         Trainer(host, ADAPTER).step(samples, TrainConfig())
     assert caught.value.details["reason"] == "non_finite_logprob"
