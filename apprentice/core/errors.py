@@ -22,6 +22,7 @@
     ├── InfrastructureError            the machinery failed, not the rollout (HTTP 503)
     │   ├── ServerUnavailable          no answer, connection lost, not ready
     │   ├── ServerStartError           the child process did not come up; carries the log's tail
+    │   ├── ToolServerError            an MCP server that does not start, connect or speak the protocol
     │   ├── QueueFull                  the admission queue is at its bound (429)
     │   ├── EngineError                the sampling engine failed
     │   │   └── StaleEngine            the canary: the engine does not serve the new weights
@@ -148,6 +149,10 @@ class ServerUnavailable(InfrastructureError):
 
 class ServerStartError(InfrastructureError):
     code = "server_start_failed"
+
+
+class ToolServerError(InfrastructureError):
+    code, status = "tool_server_error", 502
 
 
 class QueueFull(InfrastructureError):

@@ -10,7 +10,7 @@ from pydantic import TypeAdapter, ValidationError
 from pydantic_core import PydanticSerializationError
 
 from ..errors import InvalidRequest, ServerUnavailable
-from ..records import NAME_PATTERN, Record, Trajectory, TrajectoryStatus
+from ..records import NAME_PATTERN, Record, ToolEvent, Trajectory, TrajectoryStatus
 from ..wire import (
     CheckpointInfo,
     FailTrajectory,
@@ -69,6 +69,10 @@ class ControlApi:
     async def open_trajectory(self, body: OpenTrajectory) -> None:
         """The caller chooses the id, so that a repeated request opens nothing twice."""
         await self._send("/api/trajectories", body)
+
+    async def tool_event(self, event: ToolEvent) -> None:
+        """Recorded once, however often it is sent."""
+        await self._send(f"/api/trajectories/{checked_name(event.trajectory_id)}/tool-events", event)
 
     async def trajectory(self, trajectory_id: str) -> Trajectory:
         """With its completions and tool events."""

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 from pydantic import JsonValue
 
-from ..errors import ApprenticeError, TrajectoryStateError
-from ..records import JsonObject, Scenario, Trajectory, TrajectoryStatus, new_id
+from ..errors import ApprenticeError, InvalidRequest, TrajectoryStateError
+from ..records import JsonObject, Scenario, ToolEvent, Trajectory, TrajectoryStatus, new_id
 from ..wire import FailTrajectory, FinishTrajectory, OpenTrajectory, RewardUpdate
 from .api import checked_name
 from .values import Numbers, finite, is_infrastructure, json_object, sentence
@@ -194,6 +194,12 @@ class TrajectoryScope:
                 return f"the rollout was stopped at its deadline of {self._task.deadline:g} s"
             return f"{INTERRUPTED}the rollout was cancelled"
         return f"{INTERRUPTED if is_infrastructure(error) else ''}{sentence(error)}"
+
+    async def record_tool(self, event: ToolEvent) -> None:
+        """Put an executed tool call into this trajectory, between the model calls before and after it."""
+        if event.trajectory_id != self.id:
+            raise InvalidRequest(f"the tool event belongs to trajectory {event.trajectory_id}, not to {self.id}", param="trajectory_id")
+        await self._model.api.tool_event(event)
 
     async def settle(self) -> None:
         """Send a reward, metrics or metadata that were set after the block ended."""

@@ -1,0 +1,1 @@
+"""MCP servers as training grounds: isolated sessions, executed scenarios, checks, and the mastery run."""
