@@ -27,6 +27,8 @@ except ImportError:  # the thin client is installed alone
     print(f"error: the command needs typer and rich: {CLI_INSTALL}", file=sys.stderr)
     raise SystemExit(2) from None
 
+from .integrations.mcp.commands import app as mcp
+
 T = TypeVar("T")
 
 app = typer.Typer(add_completion=False, rich_markup_mode="rich", help="Trains LLM agents on the job.", pretty_exceptions_enable=False)
@@ -34,6 +36,7 @@ runs = typer.Typer(help="What is recorded in a home: policies, train jobs, traje
 checkpoints = typer.Typer(help="List, pin and delete published checkpoints of a home.")
 app.add_typer(runs, name="runs")
 app.add_typer(checkpoints, name="checkpoints")
+app.add_typer(mcp, name="mcp")
 
 DEFAULT_HOME = Path(".apprentice")
 Home = Annotated[Path, typer.Option(metavar="DIR", help="Folder of ledger and checkpoints.")]

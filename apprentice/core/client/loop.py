@@ -28,7 +28,17 @@ from .model import TrainableModel, rewarded
 from .progress import Progress, progress_of
 from .resume import restore
 from .run_report import write_run_report
-from .run_state import Budget, EarlyStop, EvaluationPoint, RunState, drawn, exclusive, fingerprint
+from .run_state import (
+    Budget,
+    EarlyStop,
+    EvaluationPoint,
+    RunState,
+    curriculum_weight,
+    drawn,
+    drawn_by_weight,
+    exclusive,
+    fingerprint,
+)
 from .values import as_scenarios
 
 Observer: TypeAlias = Callable[[str, RunState], None]
@@ -56,6 +66,8 @@ class TrainingLoop:
     `reward`: callable on the groups of a step (sync or async), or None where rollouts set `t.reward`. `eval_scenarios`:
     held out, evaluated before, after the warm-up, every `eval_every` steps and at the end. `warmup`: demonstrations
     for a supervised start. `run_dir`: state, metrics.jsonl, report.html and report.json; the same folder resumes.
+    `curriculum`: name of a rollout metric between 0 and 1, such as "success"; scenarios are then drawn with probabilities
+    by p(1-p), p being its mean over their latest group (`solve_rates`: first values by scenario id).
     `seed` decides the order of scenarios; changing `groups_per_step` between resumes neither skips nor repeats any.
     """
 
@@ -78,6 +90,8 @@ class TrainingLoop:
         config: TrainConfig | None = None,
         warmup: Sequence[Demonstration | Mapping[str, Any]] = (),
         warmup_config: SftConfig | None = None,
+        curriculum: str | None = None,
+        solve_rates: Mapping[str, float] | None = None,
         seed: int = 0,
         concurrency: int = 32,
         deadline: float | None = 600.0,
@@ -99,6 +113,7 @@ class TrainingLoop:
         self.early_stop = early_stop or EarlyStop()
         self.config = config or TrainConfig()
         self.warmup, self.warmup_config = tuple(warmup), warmup_config
+        self.curriculum, self.solve_rates = curriculum, dict(solve_rates or {})
         self.seed = seed
         self.settings = GatherSettings(concurrency, deadline, max_failures, retries)
         self._wanted_progress = progress
@@ -218,7 +233,7 @@ class TrainingLoop:
     async def _rollouts(self, state: RunState) -> RunState:
         """Rollouts and their reward; ends with the train job's body, ready to be sent."""
         started = time.monotonic()
-        order = drawn(len(self.scenarios), state.examples, self.groups_per_step, self.seed)
+        order = self._next_scenarios(state)
         plans = self._plans(state, [self.scenarios[index] for index in order], f"s{state.step + 1:05d}", self.group_size, {})
         groups = await self._gather(plans, f"step {state.step + 1}: rollouts")
         rolled = time.monotonic()
@@ -230,7 +245,9 @@ class TrainingLoop:
             self.progress.end()
         row: JsonObject = {**summary(scored), "seconds/rollouts": rolled - started, "seconds/reward": time.monotonic() - rolled}
         job = GrpoJob(policy=self.model.policy, groups=rewarded(scored), config=self.config)
-        return state.model_copy(update={"phase": "train", "pending": job, "row": row, "examples": state.examples + len(order)})
+        rates = {**state.solve_rates, **(solve_rates(scored, self.curriculum) if self.curriculum else {})}
+        update: dict[str, Any] = {"pending": job, "row": row, "examples": state.examples + len(order), "solve_rates": rates}
+        return state.model_copy(update={"phase": "train", **update})
 
     async def _train(self, state: RunState) -> RunState:
         started = time.monotonic()
@@ -278,6 +295,13 @@ class TrainingLoop:
         return state.model_copy(update={"phase": "done"})
 
     # Their parts
+
+    def _next_scenarios(self, state: RunState) -> list[int]:
+        if self.curriculum is None:
+            return drawn(len(self.scenarios), state.examples, self.groups_per_step, self.seed)
+        known = {**self.solve_rates, **state.solve_rates}
+        weights = [curriculum_weight(known.get(scenario.id)) for scenario in self.scenarios]
+        return drawn_by_weight(weights, state.examples, self.groups_per_step, self.seed)
 
     def _plans(self, state: RunState, scenarios: Sequence[Scenario], where: str, size: int, metadata: JsonObject) -> list[GroupPlan]:
         plans: list[GroupPlan] = []
@@ -331,6 +355,16 @@ class TrainingLoop:
             except UnknownCheckpoint:
                 self.progress.note(f"checkpoint {state.pinned_step}, the best before, is gone")
         return state.model_copy(update={"pinned_step": state.best_step})
+
+
+def solve_rates(groups: Sequence[TrajectoryGroup], metric: str) -> dict[str, float]:
+    """Scenario id → mean of the metric over its finished rollouts; scenarios without one are left out."""
+    rates: dict[str, float] = {}
+    for group in groups:
+        values = [trajectory.metrics[metric] for trajectory in group.trajectories if metric in trajectory.metrics]
+        if group.scenario is not None and values:
+            rates[group.scenario.id] = statistics.fmean(values)
+    return rates
 
 
 def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

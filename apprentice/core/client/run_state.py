@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import math
 import os
 import random
 from collections.abc import Generator, Sequence
@@ -86,6 +87,8 @@ class RunState(Record):
     """The train job that was or is about to be submitted, exactly as sent."""
     row: dict[str, JsonValue] = Field(default_factory=dict)
     """Metrics of the step in progress."""
+    solve_rates: dict[str, float] = Field(default_factory=dict)
+    """Scenario id → share of its latest group that solved it, if the loop has a curriculum."""
     evaluations: tuple[EvaluationPoint, ...] = ()
     best_step: int | None = None
     """Policy step with the best evaluation."""
@@ -158,6 +161,21 @@ def drawn(size: int, start: int, count: int, seed: int) -> list[int]:
             orders[epoch] = order
         indices.append(orders[epoch][offset])
     return indices
+
+
+def drawn_by_weight(weights: Sequence[float], start: int, count: int, seed: int) -> list[int]:
+    """`count` different indices (as many as there are), each step's drawn with probabilities by `weights`, which are positive.
+
+    Weighted sampling without replacement by exponential keys (Efraimidis and Spirakis 2006); from (seed, start) alone.
+    """
+    chance = random.Random(f"{seed}/weighted/{start}")
+    keys = [math.log(1.0 - chance.random()) / weight for weight in weights]
+    return sorted(range(len(weights)), key=lambda index: keys[index], reverse=True)[:count]
+
+
+def curriculum_weight(solve_rate: float | None) -> float:
+    """p(1-p): what is solved always or never teaches nothing. Never zero, because rates move; highest where none is known."""
+    return 0.02 + (0.25 if solve_rate is None else solve_rate * (1.0 - solve_rate))
 
 
 @contextmanager

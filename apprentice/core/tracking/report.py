@@ -36,6 +36,13 @@ class Bar(Record):
     note: str = ""
 
 
+class Breakdown(Record):
+    """One chart with a row for each part (a tool, a difficulty) and in it one bar for each evaluation."""
+
+    title: str
+    rows: dict[str, tuple[Bar, ...]]
+
+
 class Sample(Record):
     """One scenario's transcripts, by the name of the evaluation."""
 
@@ -50,6 +57,7 @@ class Report(Record):
     """Sentences."""
     facts: dict[str, JsonValue] = Field(default_factory=dict)
     bars: tuple[Bar, ...] = ()
+    breakdowns: tuple[Breakdown, ...] = ()
     curves: tuple[Curve, ...] = ()
     samples: tuple[Sample, ...] = ()
 
@@ -74,6 +82,7 @@ def render_html(report: Report) -> str:
     parts += [f"<p>{escape(line)}</p>" for line in report.summary]
     if report.bars:
         parts.append(f"<h2>Before and after</h2>{bars_svg(report.bars)}{_bar_table(report.bars)}")
+    parts += [f"<h2>{escape(part.title)}</h2>{breakdown_svg(part)}" for part in report.breakdowns if part.rows]
     parts += [f"<h2>{escape(curve.name)}</h2>{curve_svg(curve)}" for curve in report.curves if len(curve.points) > 1]
     if report.samples:
         parts.append("<h2>Samples</h2>" + "".join(_sample(sample) for sample in report.samples))
@@ -135,6 +144,31 @@ def bars_svg(bars: Sequence[Bar]) -> str:
         shapes.append(_label(centre + 12, y(bar.mean) - 6, _number(bar.mean)))
     labels = _label(MARGIN - 6, HEIGHT - MARGIN, _number(low), "end") + _label(MARGIN - 6, MARGIN + 4, _number(high), "end")
     return _svg(HEIGHT, "means with 95 % intervals", _axes() + "".join(shapes) + labels)
+
+
+def breakdown_svg(breakdown: Breakdown) -> str:
+    """Horizontal bars from 0 to 1, grouped by row, with their intervals as whiskers; the first evaluation is the palest."""
+    left, bar_height, gap = 190, 16, 14
+    span = WIDTH - left - MARGIN
+    shapes: list[str] = []
+    y = 8.0
+    for name, bars in breakdown.rows.items():
+        shapes.append(_label(left - 10, y + bar_height * len(bars) / 2 + 4, name if len(name) < 28 else name[:27] + "…", "end"))
+        for index, bar in enumerate(bars):
+            opacity = 0.25 + 0.65 * (index + 1) / len(bars)
+            tip = f"{bar.name}: {bar.mean:.0%} ({bar.low:.0%} to {bar.high:.0%}, n = {bar.n})"
+            width = max(min(bar.mean, 1.0), 0.0) * span
+            middle = y + bar_height / 2
+            shapes.append(
+                f'<rect x="{left}" y="{y:.1f}" width="{max(width, 1):.1f}" height="{bar_height - 3}" style="opacity:{opacity:.2f}">'
+                f"<title>{escape(tip)}</title></rect>"
+            )
+            shapes.append(f'<path class="whisker" d="M{left + bar.low * span:.1f} {middle - 1.5:.1f}H{left + bar.high * span:.1f}"/>')
+            shapes.append(_label(WIDTH - MARGIN + 6, middle + 3, f"{bar.mean:.0%}"))
+            y += bar_height
+        y += gap
+    names = " · ".join(bar.name for bar in next(iter(breakdown.rows.values())))
+    return f"<p>From above: {escape(names)}. Lines are 95 % intervals.</p>{_svg(round(y), breakdown.title, ''.join(shapes))}"
 
 
 def _bar_table(bars: Sequence[Bar]) -> str:

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,8 +20,8 @@ from support.client_server import ClientServer, client_server
 from support.loop_script import SCENARIOS, make_loop
 from support.small_registry import eventually
 
-from apprentice import Budget, EarlyStop, TrainingLoop, TrajectoryGroup
-from apprentice.core.client.run_state import RunState, drawn, exclusive
+from apprentice import Budget, EarlyStop, Scenario, TrainingLoop, TrajectoryGroup, TrajectoryScope
+from apprentice.core.client.run_state import RunState, curriculum_weight, drawn, drawn_by_weight, exclusive
 from apprentice.core.errors import ConfigError, InvalidRequest, RunAborted, TrainJobFailed
 from apprentice.core.records import TrajectoryStatus
 from apprentice.core.wire import GrpoJob, SftJob
@@ -334,3 +335,39 @@ def test_drawing_does_not_touch_the_global_generator() -> None:
     state = random.getstate()
     assert drawn(10, 0, 20, 1) != drawn(10, 0, 20, 2)
     assert random.getstate() == state
+
+
+def test_a_curriculum_draws_what_is_solved_sometimes_more_often_than_what_is_hopeless_or_trivial() -> None:
+    weights = [curriculum_weight(rate) for rate in (0.0, 0.5, 1.0, None)]
+    assert weights[1] == weights[3] > 10 * weights[0] == 10 * weights[2] > 0
+    drawn_counts = Counter(index for start in range(2000) for index in drawn_by_weight(weights, start, 1, 0))
+    total = sum(weights)
+    for index, weight in enumerate(weights):  # single draws are in proportion to the weights
+        assert drawn_counts[index] / 2000 == pytest.approx(weight / total, abs=0.04)
+
+
+@given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=12), st.integers(0, 1000), st.integers(1, 15))
+def test_a_weighted_draw_repeats_nothing_within_a_step_and_itself_for_a_seed(weights: list[float], start: int, count: int) -> None:
+    found = drawn_by_weight(weights, start, count, 7)
+    assert len(found) == len(set(found)) == min(count, len(weights))
+    assert found == drawn_by_weight(weights, start, count, 7)
+
+
+async def test_a_loop_with_a_curriculum_remembers_solve_rates_and_draws_by_them(server: ClientServer, tmp_path: Path) -> None:
+    model = await server.model()
+
+    async def rollout(scenario: Scenario) -> TrajectoryScope:
+        async with model.trajectory(scenario) as t:
+            t.reward = t.metrics["success"] = float(scenario.input == "easy")
+        return t
+
+    scenarios = [Scenario(id=name, input=name) for name in ("easy", "hard", "open")]
+    loop = TrainingLoop(
+        model, rollout, scenarios, budget=Budget(steps=1), run_dir=tmp_path, group_size=2, groups_per_step=2,
+        curriculum="success", solve_rates={"open": 0.5, "easy": 1.0, "hard": 0.5}, progress=False,
+    )  # fmt: skip
+    await loop.run()
+    state = RunState.load(tmp_path)
+    assert state is not None
+    assert state.solve_rates == {name: float(name == "easy") for name in state.solve_rates}
+    assert len(state.solve_rates) == 2

@@ -1,0 +1,218 @@
+"""`apprentice mcp …`: inspect a server, make scenarios for it, master it, or stand between it and another client."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ...core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .mastery_report import MasteryReport, Success
+    from .spec import McpServer
+
+app = typer.Typer(help="MCP servers as training grounds.")
+
+ServerArgument = Annotated[str, typer.Argument(metavar="SERVER", help="A command, a URL, or FILE.json:NAME of an mcpServers file.")]
+Isolation = Annotated[str | None, typer.Option(metavar="KIND", help="process, session, or shared (stateless servers).")]
+Fixture = Annotated[Path | None, typer.Option(metavar="DIR", help="Copied into every rollout's {workdir}.")]
+Env = Annotated[list[str] | None, typer.Option("--env", metavar="K=V", help="For the server; may be repeated.")]
+Header = Annotated[list[str] | None, typer.Option("--header", metavar="K:V", help="For a URL; may be repeated.")]
+Bearer = Annotated[str | None, typer.Option(metavar="VAR", help="Environment variable with a bearer token.")]
+Allow = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these tools; may be repeated.")]
+Deny = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Not these tools; may be repeated.")]
+
+
+def server_of(
+    text: str,
+    isolation: str | None,
+    fixture: Path | None,
+    env: list[str] | None,
+    header: list[str] | None,
+    bearer: str | None,
+    allow: list[str] | None,
+    deny: list[str] | None,
+) -> McpServer:
+    """The server that the command line names."""
+    from .spec import parse_server
+
+    options: dict[str, Any] = {}  # Any: fields of McpServer, checked by it
+    if isolation is not None:
+        options["isolation"] = isolation
+    if fixture is not None:
+        options["fixture"] = str(fixture)
+    if env:
+        options["env"] = dict(_pair(item, "=", "--env") for item in env)
+    if header:
+        options["headers"] = dict(_pair(item, ":", "--header") for item in header)
+    if bearer is not None:
+        options["bearer_env"] = bearer
+    if allow:
+        options["allow"] = tuple(allow)
+    if deny:
+        options["deny"] = tuple(deny)
+    return parse_server(text, **options)
+
+
+def _pair(item: str, mark: str, option: str) -> tuple[str, str]:
+    name, found, value = item.partition(mark)
+    if not found or not name.strip():
+        raise ConfigError(f"{option} wants NAME{mark}VALUE, got {item!r}", param=option)
+    return name.strip(), value.strip()
+
+
+@app.command()
+def inspect(
+    server: ServerArgument,
+    isolation: Isolation = None,
+    fixture: Fixture = None,
+    env: Env = None,
+    header: Header = None,
+    bearer_env: Bearer = None,
+    allow: Allow = None,
+    deny: Deny = None,
+) -> None:
+    """Connect once: tools, what they cost in tokens, oddities, repairs, and how to isolate rollouts."""
+    from .inspect import inspect_server, show_inspection
+
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    Console().print(show_inspection(asyncio.run(inspect_server(spec))))
+
+
+@app.command()
+def scenarios(
+    server: ServerArgument,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For train.jsonl and test.jsonl.")] = Path("scenarios"),
+    count: Annotated[int, typer.Option(metavar="N", min=4, help="To train on.")] = 96,
+    held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
+    generator: Annotated[str | None, typer.Option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")] = None,
+    seed: int = 0,
+    isolation: Isolation = None,
+    fixture: Fixture = None,
+    env: Env = None,
+    header: Header = None,
+    bearer_env: Bearer = None,
+    allow: Allow = None,
+    deny: Deny = None,
+) -> None:
+    """Make scenarios and keep those that ran twice with the same result."""
+    from .environment import SessionPool
+    from .generator import generator_of
+    from .mastery import make_scenarios
+    from .scenarios import write_scenarios
+
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    invent = generator_of(generator) if generator else None
+
+    async def work() -> tuple[int, int]:
+        async with SessionPool([spec]) as pool:
+            train, test = await make_scenarios(pool, count=count, held_out=held_out, seed=seed, generator=invent)
+        out.mkdir(parents=True, exist_ok=True)
+        write_scenarios(out / "train.jsonl", train)
+        write_scenarios(out / "test.jsonl", test)
+        return len(train), len(test)
+
+    made = asyncio.run(work())
+    print(f"{made[0]} scenarios in {out / 'train.jsonl'}, {made[1]} held out in {out / 'test.jsonl'}")
+
+
+@app.command()
+def master(
+    server: ServerArgument,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="Everything of the run; the same folder resumes.")] = Path("mastery"),
+    base_model: Annotated[str, typer.Option(metavar="NAME")] = "smollm2-135m",
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="GRPO steps.")] = 5,
+    scenario_count: Annotated[int, typer.Option("--scenarios", metavar="N", min=4, help="To train on.")] = 96,
+    held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
+    demonstrations: Annotated[int, typer.Option(metavar="N", min=0, help="Reference runs shown first.")] = 64,
+    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Over the demonstrations.")] = 1,
+    group_size: Annotated[int, typer.Option(metavar="N", min=2)] = 8,
+    groups_per_step: Annotated[int, typer.Option(metavar="N", min=1)] = 4,
+    memory_gib: Annotated[float | None, typer.Option(metavar="GIB", help="For activations; more is faster.")] = None,
+    target: Annotated[float | None, typer.Option(metavar="SHARE", help="Stop at this success.")] = None,
+    generator: Annotated[str | None, typer.Option(metavar="MODEL", help="Also invents tasks.")] = None,
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Of a server; default: start one.")] = None,
+    seed: int = 0,
+    isolation: Isolation = None,
+    fixture: Fixture = None,
+    env: Env = None,
+    header: Header = None,
+    bearer_env: Bearer = None,
+    allow: Allow = None,
+    deny: Deny = None,
+) -> None:
+    """Train a model until it uses the server well. No data, no labels, no key. The same command resumes."""
+    from ...core.config import SftConfig, TrainConfig
+    from .generator import generator_of
+    from .mastery import MasterySettings
+    from .mastery import master as run_master
+
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    settings = MasterySettings(
+        base_model=base_model,
+        steps=steps,
+        scenarios=scenario_count,
+        held_out=held_out,
+        demonstrations=demonstrations,
+        group_size=group_size,
+        groups_per_step=groups_per_step,
+        target=target,
+        seed=seed,
+        name=spec.name,
+        warmup=SftConfig(learning_rate=1e-3, batch_size=8, epochs=epochs, activation_memory_gib=memory_gib),
+        train=TrainConfig(learning_rate=2e-4, activation_memory_gib=memory_gib),
+    )
+    report = asyncio.run(run_master([spec], settings, out, url=url, generator=generator_of(generator) if generator else None))
+    show_report(report, out)
+    if not report.gained:
+        raise typer.Exit(1)
+
+
+def show_report(report: MasteryReport, out: Path) -> None:
+    """The table at the end."""
+    console = Console()
+    table = Table("held-out success", "mean", "95 % interval", "tasks", title=f"{report.base_model} learns {', '.join(report.servers)}")
+    rows: list[tuple[str, Success | None]] = [
+        ("before", report.before),
+        ("after the warm-up", report.warmup),
+        ("after GRPO", report.after),
+    ]
+    for name, found in rows:
+        if found is not None:
+            table.add_row(name, f"{found.success:.0%}", f"{found.ci95[0]:.0%} to {found.ci95[1]:.0%}", str(found.n))
+    console.print(table)
+    tools = Table("tool", *(["before", "after"]))
+    for tool, row in report.per_tool.items():
+        tools.add_row(
+            escape(tool), *(f"{row[name].success:.0%} (n = {row[name].n})" if name in row else "" for name in ("before", "after"))
+        )
+    console.print(tools)
+    console.print(f"The adapter, in plain PEFT format: {report.adapter or 'on the server'}", soft_wrap=True)
+    console.print(f"The report, with curves and transcripts: {out / 'report.html'}", soft_wrap=True)
+    console.print("The gain is significant." if report.gained else "No significant gain: the intervals before and after overlap.")
+
+
+@app.command()
+def proxy(
+    server: ServerArgument,
+    port: Annotated[int | None, typer.Option(metavar="N", min=0, max=65535, help="Serve HTTP on loopback; default: stdio.")] = None,
+    isolation: Isolation = None,
+    fixture: Fixture = None,
+    env: Env = None,
+    header: Header = None,
+    bearer_env: Bearer = None,
+    allow: Allow = None,
+    deny: Deny = None,
+) -> None:
+    """Be that server to any MCP host, and record every tool call. Where to: APPRENTICE_URL, APPRENTICE_TRAJECTORY."""
+    from .proxy import run_proxy
+
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    asyncio.run(run_proxy(spec, port=port, environment=dict(os.environ)))

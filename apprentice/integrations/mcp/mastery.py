@@ -1,0 +1,253 @@
+"""The mastery run: a model learns to use MCP servers, from nothing but their names.
+
+connect and inspect → scenarios, executed → before → warm-up on the reference runs → GRPO on its own attempts, rewarded by
+executing them → held-out evaluation → report. Every stage leaves its result in the run's folder, so the same command goes on
+after any interruption:
+
+    <out>/config.json        the settings; another run needs another folder
+    <out>/scenarios/         train.jsonl and test.jsonl: plain files, to read, edit and reuse
+    <out>/run/               the training loop's state, metrics.jsonl, its own report
+    <out>/home/              ledger, checkpoints, the server's log (unless a server's URL was given)
+    <out>/adapter/           the best adapter, in plain PEFT format
+    <out>/report.json, report.html
+
+The loop, the report and the server are core's; this module only hands them their parts.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Awaitable, Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, FiniteFloat, ValidationError
+
+from ...core.client.backends import Backend, LocalBackend, RemoteBackend
+from ...core.client.evaluate import EVALUATION
+from ...core.client.loop import LoopResult, TrainingLoop
+from ...core.client.model import TrainableModel
+from ...core.client.progress import Progress, progress_of
+from ...core.client.run_state import Budget, EarlyStop
+from ...core.client.scope import TrajectoryScope
+from ...core.config import SftConfig, TrainConfig
+from ...core.errors import ConfigError
+from ...core.records import JsonObject, Name, Record, Scenario, TrajectoryGroup
+from .agent import SYSTEM, McpAgent, system_messages
+from .checks import CheckWeights, demonstration, grade
+from .environment import SessionPool
+from .explore import explore
+from .mastery_report import MasteryReport, write_mastery_report
+from .scenarios import read_scenarios, split, write_scenarios
+from .spec import McpServer
+from .synthesize import synthesize
+
+SUCCESS = "success"
+"""The rollout metric: 1 if the check was passed whole, else 0."""
+Generator = Callable[[list[JsonObject]], Awaitable[str]]
+Count = Annotated[int, Field(ge=1)]
+
+
+class MasterySettings(Record):
+    """What a run does. Saved with it; a resumed run must have the same, except for more `steps`."""
+
+    base_model: str = "smollm2-135m"
+    project: Name = "mcp"
+    name: Name = "agent"
+    system: str = SYSTEM
+    scenarios: Annotated[int, Field(ge=4)] = 96
+    """Candidates kept for training."""
+    held_out: Annotated[int, Field(ge=2)] = 48
+    """Scenarios of the evaluation, at most."""
+    demonstrations: Annotated[int, Field(ge=0)] = 64
+    """Reference runs shown before GRPO; 0: none."""
+    steps: Count = 5
+    group_size: Annotated[int, Field(ge=2)] = 8
+    groups_per_step: Count = 4
+    max_turns: Count = 4
+    max_tokens: Count = 96
+    """Of one reply."""
+    eval_temperature: Annotated[FiniteFloat, Field(ge=0)] = 0.0
+    target: Annotated[FiniteFloat, Field(gt=0, le=1)] | None = None
+    """Stop once an evaluation reaches this success."""
+    eval_every: Count | None = None
+    """GRPO steps between evaluations; None: at the end only."""
+    weights: CheckWeights = CheckWeights()
+    warmup: SftConfig = SftConfig(learning_rate=1e-3, batch_size=8)
+    train: TrainConfig = TrainConfig(learning_rate=2e-4)
+    concurrency: Count = 32
+    seed: int = 0
+
+
+async def master(
+    servers: Sequence[McpServer],
+    settings: MasterySettings,
+    out: Path,
+    *,
+    url: str | None = None,
+    generator: Generator | None = None,
+    progress: bool | Progress = True,
+) -> MasteryReport:
+    """Run to the end, from the start or from where the last run in `out` stopped.
+
+    `url`: of a running Apprentice server (None: one is started, with its home in `out`). `generator`: a model that invents
+    further tasks. Raises ConfigError, ToolServerError, and what training raises.
+    """
+    display = progress_of(progress)
+    _keep_settings(out, settings, servers)
+    async with SessionPool(servers) as pool:
+        train, test = await _scenarios(out, pool, settings, generator, display)
+        async with pool.environment() as env:
+            tools, instructions = env.tools, env.instructions
+        system = "\n\n".join(str(message["content"]) for message in system_messages(settings.system, instructions))
+        model = TrainableModel(settings.project, settings.name, base_model=settings.base_model, seed=settings.seed)
+        backend: Backend = RemoteBackend(url) if url else LocalBackend(out / "home")
+        try:
+            await model.register(backend)
+            client = model.openai_client()
+            agent = McpAgent(
+                client,
+                model.inference_name,
+                system=settings.system,
+                max_turns=settings.max_turns,
+                max_tokens=settings.max_tokens,
+            )
+
+            async def rollout(scenario: Scenario) -> TrajectoryScope:
+                async with pool.environment() as env, model.trajectory(scenario) as t:
+                    evaluating = t.metadata.get("purpose") == EVALUATION
+                    sampling = {"temperature": settings.eval_temperature} if evaluating else {}
+                    run = await agent.run(str(scenario.input), env, t, **sampling)
+                    found = await grade(scenario, env, run.replies, run.answer, settings.weights)
+                    t.reward = found.reward
+                    t.metrics[SUCCESS] = float(found.success)
+                    for part, value in found.parts.items():
+                        t.metrics[f"check/{part}"] = value
+                return t
+
+            loop = TrainingLoop(
+                model,
+                rollout,
+                train,
+                eval_scenarios=test,
+                eval_reward=success_only,
+                eval_every=settings.eval_every or settings.steps,
+                warmup=[demonstration(scenario, system, tools) for scenario in train[: settings.demonstrations]],
+                warmup_config=settings.warmup,
+                config=settings.train,
+                group_size=settings.group_size,
+                groups_per_step=settings.groups_per_step,
+                budget=Budget(steps=settings.steps),
+                early_stop=EarlyStop(target=settings.target),
+                curriculum=SUCCESS,
+                solve_rates=_difficulties(train),
+                run_dir=out / "run",
+                seed=settings.seed,
+                concurrency=settings.concurrency,
+                progress=display,
+            )
+            result = await loop.run()
+            await client.close()
+            await _take_adapter(model, result, out / "adapter")
+            return await write_mastery_report(out, model, result, servers, settings.model_dump(mode="json"), train, test)
+        finally:
+            await backend.close()
+
+
+def success_only(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:
+    """Held-out runs are judged without partial credit."""
+    return [
+        group.model_copy(update={"trajectories": tuple(t.with_reward(t.metrics[SUCCESS]) for t in group.trajectories)}) for group in groups
+    ]
+
+
+async def make_scenarios(
+    pool: SessionPool,
+    *,
+    count: int,
+    held_out: int,
+    seed: int = 0,
+    generator: Generator | None = None,
+    progress: bool | Progress = True,
+) -> tuple[list[Scenario], list[Scenario]]:
+    """Explore, synthesize, execute, split: (train, test)."""
+    display = progress_of(progress)
+    exploration = await explore(pool, progress=display)
+    found = await synthesize(pool, exploration, count=count + held_out, seed=seed, generator=generator, progress=display)
+    train, test = split(found, held_out=held_out, seed=seed)
+    if not train or not test:
+        raise ConfigError(
+            f"only {len(found)} scenarios could be made and executed on {', '.join(server.name for server in pool.servers)}, too few for "
+            "training and a held-out part; allow more tools, give a fixture with data to work on, or write a scenario file"
+        )
+    return train[:count], test[:held_out]
+
+
+async def _scenarios(
+    out: Path, pool: SessionPool, settings: MasterySettings, generator: Generator | None, progress: Progress
+) -> tuple[list[Scenario], list[Scenario]]:
+    """Those in the folder, or new ones, written there. The test file is written last: with it the stage is done."""
+    folder = out / "scenarios"
+    if not (folder / "test.jsonl").exists():
+        train, test = await make_scenarios(
+            pool, count=settings.scenarios, held_out=settings.held_out, seed=settings.seed, generator=generator, progress=progress
+        )
+        folder.mkdir(exist_ok=True)
+        write_scenarios(folder / "train.jsonl", train)
+        write_scenarios(folder / "test.jsonl", test)
+    return read_scenarios(folder / "train.jsonl"), read_scenarios(folder / "test.jsonl")
+
+
+def _difficulties(scenarios: Sequence[Scenario]) -> dict[str, float]:
+    """Solve rates that a scenario file states."""
+    rates: dict[str, float] = {}
+    for scenario in scenarios:
+        value = scenario.metadata.get("solve_rate")
+        if isinstance(value, int | float):
+            rates[scenario.id] = float(value)
+    return rates
+
+
+def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpServer]) -> None:
+    """Write config.json, or compare with the one that is there."""
+    out.mkdir(parents=True, exist_ok=True)
+    path = out / "config.json"
+    body: JsonObject = {"servers": [server.public() for server in servers], "settings": settings.model_dump(mode="json")}
+    if not path.exists():
+        path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        return
+    try:
+        before = json.loads(path.read_text(encoding="utf-8"))
+        saved = MasterySettings.model_validate(before["settings"])
+    except (OSError, ValueError, KeyError, TypeError, ValidationError) as cause:
+        raise ConfigError(
+            f"{path} is not the configuration of a mastery run that this version can resume; choose another folder"
+        ) from cause
+    changed = sorted(
+        name for name in MasterySettings.model_fields if name not in ("steps", "target") and getattr(saved, name) != getattr(settings, name)
+    )
+    if before.get("servers") != body["servers"]:
+        changed.insert(0, "servers")
+    if changed:
+        raise ConfigError(
+            f"{out} holds a run with other settings ({', '.join(changed)}); give the same ones to resume it, or choose another folder"
+        )
+    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+async def _take_adapter(model: TrainableModel, result: LoopResult, target: Path) -> None:
+    """Copy the best checkpoint's adapter (the last one's if none is best) beside the report, if its folder can be seen from here."""
+    step = result.best_step or result.policy_step
+    if not step:
+        return
+    _copy_whole(Path((await model.checkpoint(step)).path), target)
+
+
+def _copy_whole(source: Path, target: Path) -> None:
+    if source.is_dir():
+        fresh = target.with_name(target.name + ".new")
+        shutil.rmtree(fresh, ignore_errors=True)
+        shutil.copytree(source, fresh)
+        shutil.rmtree(target, ignore_errors=True)
+        fresh.rename(target)

@@ -1,0 +1,209 @@
+"""The report of a mastery run: success before, after the warm-up and after GRPO, per tool and per difficulty, with transcripts."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from pydantic import JsonValue
+
+from ...core.client.evaluate import Evaluation, interval
+from ...core.client.loop import LoopResult
+from ...core.client.model import TrainableModel
+from ...core.client.run_report import transcript
+from ...core.client.run_state import EvaluationPoint, RunState
+from ...core.client.values import sentence
+from ...core.errors import ApprenticeError
+from ...core.records import JsonObject, Record, Scenario
+from ...core.tracking.local import JsonlMetrics
+from ...core.tracking.report import Bar, Breakdown, Curve, Report, Sample, render_html
+from .spec import McpServer
+
+SAMPLES = 6
+NAMES = {"before": "before", "warmup": "after the warm-up", "after": "after GRPO"}
+
+
+class Success(Record):
+    """Held-out success of one evaluation."""
+
+    success: float
+    ci95: tuple[float, float]
+    n: int
+
+
+class MasteryReport(Record):
+    """`report.json`."""
+
+    servers: tuple[str, ...]
+    policy: str
+    base_model: str
+    before: Success
+    warmup: Success | None
+    after: Success
+    per_tool: dict[str, dict[str, Success]]
+    """Tool → evaluation → success."""
+    per_difficulty: dict[str, dict[str, Success]]
+    seconds: float
+    steps: int
+    train_scenarios: int
+    test_scenarios: int
+    stopped: str
+    adapter: str | None
+    settings: JsonObject
+
+    @property
+    def gained(self) -> bool:
+        """Whether the intervals before and after lie apart."""
+        return self.after.ci95[0] > self.before.ci95[1]
+
+
+async def write_mastery_report(
+    out: Path,
+    model: TrainableModel,
+    result: LoopResult,
+    servers: Sequence[McpServer],
+    settings: JsonObject,
+    train: Sequence[Scenario],
+    test: Sequence[Scenario],
+) -> MasteryReport:
+    """Write `report.json` and `report.html` into `out`."""
+    state = RunState.load(out / "run")
+    points = _shown(result.evaluations)
+    adapter = out / "adapter"
+    report = MasteryReport(
+        servers=tuple(server.name for server in servers),
+        policy=model.policy,
+        base_model=model.base_model,
+        before=_success(points["before"].evaluation.values.values()),
+        warmup=_success(points["warmup"].evaluation.values.values()) if "warmup" in points else None,
+        after=_success(points["after"].evaluation.values.values()),
+        per_tool=_parts(points, test, _tools_of),
+        per_difficulty=_parts(points, test, lambda scenario: [str(scenario.metadata.get("kind") or "other")]),
+        seconds=round(state.seconds if state else 0.0, 1),
+        steps=result.steps,
+        train_scenarios=len(train),
+        test_scenarios=len(test),
+        stopped=result.stopped,
+        adapter=str(adapter) if adapter.is_dir() else None,
+        settings=settings,
+    )
+    page = Report(
+        title=f"Mastery of {', '.join(report.servers)} by {report.base_model}",
+        summary=(_headline(report), f"The run ended because {report.stopped or 'it was asked to'}."),
+        facts=_facts(report, servers),
+        bars=tuple(_bar(NAMES[name], _success(point.evaluation.values.values())) for name, point in points.items()),
+        breakdowns=(_breakdown("Success by tool", report.per_tool), _breakdown("Success by kind of task", report.per_difficulty)),
+        curves=_curves(out / "run" / "metrics.jsonl"),
+        samples=tuple([await _sample(model, scenario, points) for scenario in _telling(test, points)]),
+    )
+    _write(out / "report.json", report.model_dump_json(indent=2))
+    _write(out / "report.html", render_html(page))
+    return report
+
+
+def _shown(evaluations: Sequence[EvaluationPoint]) -> dict[str, EvaluationPoint]:
+    warm = [point for point in evaluations if point.at == "warm-up"]
+    return {"before": evaluations[0], **({"warmup": warm[0]} if warm else {}), "after": evaluations[-1]}
+
+
+def _success(values: Iterable[float]) -> Success:
+    numbers = list(values)
+    low, high, _ = interval(numbers)
+    return Success(success=sum(numbers) / len(numbers), ci95=(low, high), n=len(numbers))
+
+
+def _tools_of(scenario: Scenario) -> list[str]:
+    tools = scenario.metadata.get("tools")
+    return [str(tool) for tool in dict.fromkeys(map(str, tools))] if isinstance(tools, list) else []
+
+
+def _parts(
+    points: dict[str, EvaluationPoint], scenarios: Sequence[Scenario], keys: Callable[[Scenario], list[str]]
+) -> dict[str, dict[str, Success]]:
+    """Success of the scenarios that share a key, for each evaluation."""
+    members: dict[str, list[str]] = {}
+    for scenario in scenarios:
+        for key in keys(scenario):
+            members.setdefault(key, []).append(scenario.id)
+    found: dict[str, dict[str, Success]] = {}
+    for key, ids in sorted(members.items()):
+        for name, point in points.items():
+            values = [point.evaluation.values[identity] for identity in ids if identity in point.evaluation.values]
+            if values:
+                found.setdefault(key, {})[name] = _success(values)
+    return found
+
+
+def _headline(report: MasteryReport) -> str:
+    before, after = report.before, report.after
+    verdict = "The 95 % intervals do not overlap." if report.gained else "No significant gain: the 95 % intervals overlap."
+    warm = f", {report.warmup.success:.0%} after the warm-up" if report.warmup else ""
+    return (
+        f"Held-out success: {before.success:.0%} [{before.ci95[0]:.0%}, {before.ci95[1]:.0%}] before{warm}, {after.success:.0%} "
+        f"[{after.ci95[0]:.0%}, {after.ci95[1]:.0%}] after, on {after.n} tasks that training never saw. {verdict}"
+    )
+
+
+def _facts(report: MasteryReport, servers: Sequence[McpServer]) -> dict[str, JsonValue]:
+    return {
+        "servers": json.dumps([server.public() for server in servers], ensure_ascii=False),
+        "policy": report.policy,
+        "base model": report.base_model,
+        "GRPO steps": report.steps,
+        "scenarios": f"{report.train_scenarios} to train, {report.test_scenarios} held out",
+        "seconds": report.seconds,
+        "adapter": report.adapter,
+        "settings": json.dumps(report.settings, ensure_ascii=False),
+    }
+
+
+def _bar(name: str, success: Success) -> Bar:
+    return Bar(name=name, mean=success.success, low=success.ci95[0], high=success.ci95[1], n=success.n)
+
+
+def _breakdown(title: str, parts: dict[str, dict[str, Success]]) -> Breakdown:
+    return Breakdown(title=title, rows={key: tuple(_bar(NAMES[name], value) for name, value in row.items()) for key, row in parts.items()})
+
+
+def _curves(path: Path) -> tuple[Curve, ...]:
+    metrics = JsonlMetrics(path)
+    titles = {
+        "rollout/success": "Success of the training rollouts",
+        "rollouts/reward_mean": "Reward of the training rollouts",
+        "loss": "Loss",
+    }
+    return tuple(Curve(name=title, points=tuple(metrics.column(name))) for name, title in titles.items())
+
+
+def _telling(test: Sequence[Scenario], points: dict[str, EvaluationPoint]) -> list[Scenario]:
+    """Scenarios to show: first what was learned, then what was not."""
+    before, after = points["before"].evaluation.values, points["after"].evaluation.values
+
+    def gain(scenario: Scenario) -> float:
+        return after.get(scenario.id, 0.0) - before.get(scenario.id, 0.0)
+
+    ranked = sorted(test, key=gain, reverse=True)
+    learned = [scenario for scenario in ranked if gain(scenario) > 0][: SAMPLES - 2]
+    failed = [scenario for scenario in ranked if after.get(scenario.id, 0.0) < 1.0][: SAMPLES - len(learned)]
+    return learned + [scenario for scenario in failed if scenario not in learned]
+
+
+async def _sample(model: TrainableModel, scenario: Scenario, points: dict[str, EvaluationPoint]) -> Sample:
+    texts: dict[str, str] = {}
+    rewards: dict[str, float | None] = {}
+    for name in ("before", "after"):
+        found: Evaluation = points[name].evaluation
+        rewards[NAMES[name]] = found.values.get(scenario.id)
+        trajectory = found.trajectories.get(scenario.id)
+        try:
+            texts[NAMES[name]] = transcript(await model.fetch(trajectory)) if trajectory else "(no finished rollout)"
+        except ApprenticeError as error:
+            texts[NAMES[name]] = f"(the transcript could not be read: {sentence(error)})"
+    return Sample(title=str(scenario.input)[:200], texts=texts, rewards=rewards)
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8", errors="replace")
+    temporary.replace(path)
