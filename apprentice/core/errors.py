@@ -60,8 +60,8 @@ class ApprenticeError(Exception):
         self.details = details or {}
 
     def to_wire(self) -> dict[str, Any]:
-        """The error as OpenAI clients expect it: `{"error": {"message", "type", "code", "param", …}}`."""
-        body: dict[str, Any] = {"message": self.message, "type": self.type, "code": self.code, "param": self.param}
+        """The error as OpenAI clients expect it: `{"error": {"message", "type", "code", "param", …}}`, the message on one line."""
+        body: dict[str, Any] = {"message": " ".join(self.message.splitlines()), "type": self.type, "code": self.code, "param": self.param}
         if self.details:
             body["details"] = self.details
         return {"error": body}

@@ -12,14 +12,17 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 from uuid import uuid4
 
+import h11
 import uvicorn
 from fastapi import FastAPI
+from pydantic_core import to_json
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from ..errors import AuthenticationError, ConfigError
+from ..errors import AuthenticationError, ConfigError, InvalidRequest
 from ..wire import Health
 from .auth import Auth
 from .control import control_router
@@ -143,6 +146,20 @@ class Gate:
         self.metrics.requests.labels(scope["method"], route, status).inc()
 
 
+class _Protocol(H11Protocol):
+    """uvicorn's HTTP, whose answer to what is no HTTP (or has too long a header) is an error in our form too."""
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):  # an answer is on its way already: it ends here
+            self.transport.close()
+            return
+        body = to_json(InvalidRequest(f"what came is not a valid HTTP request, or its headers exceed {MAX_HEADER_BYTES} bytes").to_wire())
+        headers = [("content-type", "application/json"), ("content-length", str(len(body))), ("connection", "close")]
+        for event in (h11.Response(status_code=400, headers=headers), h11.Data(data=body), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
+
+
 class _Server(uvicorn.Server):
     """uvicorn, telling when it accepts connections. `app.state.stop()` ends it as SIGTERM does."""
 
@@ -166,6 +183,7 @@ async def serve(app: FastAPI, host: str, port: int, on_ready: Callable[[int], No
     listener = bind(host, port)
     config = uvicorn.Config(
         app,
+        http=_Protocol,
         backlog=BACKLOG,
         timeout_keep_alive=75,
         timeout_graceful_shutdown=int((limits or Limits()).shutdown_seconds),

@@ -18,6 +18,7 @@ from ..engines.protocol import TokenChunk
 from ..errors import ApprenticeError
 from .calls import Call, Progress
 from .gateway_reply import Json, chat_logprobs, text_logprobs, usage
+from .http_errors import unexpected
 from .token_text import TokenText
 
 log = logging.getLogger("apprentice.server")
@@ -130,11 +131,12 @@ async def events(call: Call, progress: AsyncGenerator[Progress], wishes: Wishes)
                 for chunk in writer.write(item):
                     yield _event(chunk)
                     begun = True
-    except ApprenticeError as error:
+    except Exception as error:  # the supervised boundary of a stream: its client is told before the connection ends
         if not begun:
             raise
-        log.error("call %s failed in the middle of its stream: %s", call.id, error)
-        yield _event(error.to_wire())
+        known = isinstance(error, ApprenticeError)
+        log.error("call %s failed in the middle of its stream: %s", call.id, error, exc_info=None if known else error)
+        yield _event((error if known else unexpected(error)).to_wire())
         return
     if wishes.usage:
         yield _event(writer.usage())

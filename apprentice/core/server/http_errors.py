@@ -10,9 +10,11 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, JsonValue
 from pydantic_core import to_json
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from ..errors import ApprenticeError, InvalidRequest, NotFound, PayloadTooLarge, QueueFull
+from .attended import CLIENT_GONE
 from .json_body import shown
 
 log = logging.getLogger("apprentice.server")
@@ -67,6 +69,7 @@ def install_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ApprenticeError, _on_apprentice_error)
     app.add_exception_handler(RequestValidationError, _on_validation_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(ClientDisconnect, _on_client_gone)
     app.add_exception_handler(Exception, _on_unexpected)
 
 
@@ -93,10 +96,19 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(InvalidRequest(str(error.detail)), error.status_code, dict(error.headers or {}))
 
 
+async def _on_client_gone(request: Request, error: Exception) -> Response:
+    """The client left while its body was read; this is for the count of requests only."""
+    return Response(status_code=CLIENT_GONE)
+
+
 async def _on_unexpected(request: Request, error: Exception) -> Response:
     log.exception("%s %s failed unexpectedly", request.method, request.url.path, exc_info=error)
-    message = f"the server failed unexpectedly ({type(error).__name__}); its log holds the cause"
-    return error_response(ApprenticeError(message))
+    return error_response(unexpected(error))
+
+
+def unexpected(error: Exception) -> ApprenticeError:
+    """What the client hears of an error that nobody foresaw."""
+    return ApprenticeError(f"the server failed unexpectedly ({type(error).__name__}); its log holds the cause")
 
 
 def refusal(errors: Any, body: object) -> InvalidRequest:

@@ -19,7 +19,8 @@ from pydantic_core import from_json
 
 from ..errors import InvalidRequest, PayloadTooLarge
 
-_BIG_EXPONENT = re.compile(rb"[0-9.][eE]\+?[0-9]{3}")
+_MAYBE_INFINITE = re.compile(rb"[0-9.][eE]\+?[0-9]{3}|[0-9]{200}")
+"""What a number beyond a float's range must hold: an exponent of three digits, or, with a shorter one, very many digits."""
 
 
 def parse_json(body: bytes) -> Any:
@@ -29,7 +30,7 @@ def parse_json(body: bytes) -> Any:
     except ValueError as cause:
         what = "it holds NaN or Infinity" if _is_json_but_for_nan(body) else "it is not"
         raise InvalidRequest(f"the body must be valid JSON in UTF-8, but {what}: {cause}", param="body") from None
-    if _BIG_EXPONENT.search(body) and not _all_finite(value):
+    if _MAYBE_INFINITE.search(body) and not _all_finite(value):
         raise InvalidRequest("the body holds a number beyond the range of a 64-bit float", param="body")
     return value
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support.small_registry import CONTEXT, POLICY, SmallServer, small_server
+from support.small_registry import CONTEXT, POLICY, SmallServer, eventually, small_server
 
 from apprentice.core.errors import InvalidRequest
 from apprentice.core.server.gateway_schema import IGNORED, ChatBody
@@ -78,6 +79,51 @@ def test_a_body_that_is_no_strict_json_is_refused(server: SmallServer, content: 
 def test_infinity_hidden_deep_in_a_body_is_found(server: SmallServer) -> None:
     tools = json.dumps([TOOL]).replace('"object"', '"object", "maximum": 1e999').encode()
     assert refused(send(server, chat(tools=0).replace(b'"tools": 0', b'"tools": ' + tools)))["param"] == "body"
+
+
+@pytest.mark.parametrize("number", ["9" * 400 + ".0", "9" * 300 + "e99", "-" + "9" * 300 + ".5E+99"])
+def test_infinity_spelled_with_many_digits_is_found(server: SmallServer, number: str) -> None:
+    """Where any JSON may stand, it would be stored and come back as what no JSON reader takes."""
+    body = f'{{"policy": "{POLICY}", "metadata": {{"x": {number}}}}}'.encode()
+    assert refused(send(server, body, "/api/trajectories"))["param"] == "body"
+    origin = f'{{"extra": {{"x": {number}}}}}'
+    assert refused(send(server, chat(), "/v1/chat/completions", x_apprentice_origin=origin))["param"] == "x-apprentice-origin"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_schema_that_cannot_be_applied_to_a_reply_is_told_in_the_reply(tmp_path: Path, stream: bool) -> None:
+    wanted = {"type": "json_schema", "json_schema": {"schema": {"multipleOf": 0.5}}}
+    with small_server(tmp_path, reply="1" + "0" * 400) as small:
+        answer = send(small, chat(response_format=wanted, stream=stream))
+        assert answer.status_code == 200
+        assert "the reply cannot be checked" in answer.text
+        assert small.ledger.counts().completions == 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_error_that_nobody_foresaw_is_told_in_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
+    def broken(*_: object) -> None:
+        raise ZeroDivisionError("a bug")
+
+    with small_server(tmp_path) as small:
+        monkeypatch.setattr(small.registry.codec, "stream", lambda *_, **__: _Breaking(broken))
+        answer = send(small, chat(stream=stream))
+    event = answer.text.splitlines()[-2].removeprefix("data: ") if stream else answer.text
+    assert json.loads(event)["error"]["code"] == "internal_error"
+    assert "[DONE]" not in answer.text
+
+
+class _Breaking:
+    """A reader of replies that gives one piece and then breaks."""
+
+    def __init__(self, broken: Any) -> None:
+        self.broken = broken
+
+    def feed(self, token_ids: Any) -> list[dict[str, str]]:
+        return [{"content": "x"}]
+
+    def finish(self) -> list[dict[str, str]]:
+        return self.broken()
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
@@ -271,6 +317,46 @@ def test_a_body_over_the_limit_is_refused_before_it_is_read(server: SmallServer)
         answer = b"".join(iter(lambda: connection.recv(65536), b""))
     assert answer.startswith(b"HTTP/1.1 413")
     assert b"payload_too_large" in answer
+
+
+def sent_raw(server: SmallServer, data: bytes) -> bytes:
+    """What the server answers to these bytes on a connection of their own."""
+    with socket.create_connection(("127.0.0.1", int(server.url.rsplit(":", 1)[1])), timeout=20) as connection:
+        connection.sendall(data)
+        connection.shutdown(socket.SHUT_WR)
+        return b"".join(iter(lambda: connection.recv(65536), b""))
+
+
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"GARBAGE\r\n\r\n",
+        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03\r\n\r\n",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: localhost\r\n\r\n",
+        HEAD + b"content-length: abc\r\n\r\n",
+        HEAD + b"content-length: 5\r\ncontent-length: 6\r\n\r\nhello",
+        HEAD + b"transfer-encoding: chunked\r\n\r\nZZ\r\n",
+    ],
+)
+def test_what_is_no_http_is_refused_in_the_same_form(server: SmallServer, data: bytes) -> None:
+    head, _, body = sent_raw(server, data).partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 400")
+    assert json.loads(body)["error"]["code"] == "invalid_request"
+    assert send(server, chat()).status_code == 200
+
+
+def test_a_client_that_leaves_while_it_sends_its_body_is_no_failure(server: SmallServer, caplog: pytest.LogCaptureFixture) -> None:
+    sent_raw(server, HEAD + b"content-length: 100\r\n\r\n{")
+    gone = 'status="499"'
+    eventually(lambda: gone in server.http.get("/metrics").text)
+    assert "failed unexpectedly" not in caplog.text
+
+
+def test_a_line_break_in_a_name_does_not_break_the_sentence(server: SmallServer) -> None:
+    refused(send(server, chat(model="a\nb\u2028c")), 404, "model_not_found")
 
 
 def test_a_body_of_unknown_length_is_cut_off_at_the_limit(server: SmallServer) -> None:
