@@ -18,6 +18,7 @@ LONGEST_LINE = 300
 _LEAD = re.compile(r"^[\s\W_]+")
 """Emoji, markdown and brackets in front of the first word."""
 _CROSS = re.compile(r"^\s*[❌✗✘✖🚫⛔]")
+_TAG = re.compile(r"^\W*[\[(<*](?:error|failed|failure)[\])>*]", re.IGNORECASE)
 _LABEL = re.compile(
     r"^(?:fatal |unexpected |unknown |an? )?(?:[a-z]+ )?(?:error|exception)(?:\s*(?:\(.{1,40}\)|\[.{1,40}\]|code \S+|\d{3}))?"
     r"\W*(?::(?!\s*[-+]?\d[\d.,%e+-]*\s*$)|!|\s[-–—]\s|$)"  # a number behind the colon makes it a measure
@@ -70,7 +71,7 @@ def _failing_text(text: str) -> bool:
         return True
     lines = text.splitlines()
     first = _LEAD.sub("", lines[0])
-    if (_LABEL.search(first) or _EXCEPTION.search(first)) and len(_LOG.findall(text)) < 2:
+    if (_TAG.match(lines[0]) or _LABEL.search(first) or _EXCEPTION.search(first)) and len(_LOG.findall(text)) < 2:
         return True
     return len(lines) == 1 and len(text) <= LONGEST_LINE and bool(_LINE.search(first))
 
