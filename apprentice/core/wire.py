@@ -18,7 +18,7 @@ class RegisterModel(Record):
     base_model: Annotated[str, Field(min_length=1, max_length=1024)]
     adapter: AdapterConfig = AdapterConfig()
     checkpoints: CheckpointPolicy = CheckpointPolicy()
-    seed: int = 0
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     fork_from: str | None = None
     """`project/name@step` of another policy of this server with the same base model: start from its weights."""
 

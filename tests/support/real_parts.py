@@ -25,6 +25,7 @@ from apprentice.core.server.bases import BasePool, EngineOptions
 from apprentice.core.server.job_steps import JobSteps
 from apprentice.core.server.jobs import TrainJobs
 from apprentice.core.server.ledger import Ledger
+from apprentice.core.server.limits import Limits
 from apprentice.core.server.policies import Policies, PolicyRuntime
 from apprentice.core.server.registry import ServerRegistry
 from apprentice.core.training.checkpoints import CheckpointStore
@@ -76,7 +77,9 @@ class RealServer:
 
 
 @asynccontextmanager
-async def real_server(home: Path, engine_class: type[EmbeddedEngine] = EmbeddedEngine) -> AsyncIterator[RealServer]:
+async def real_server(
+    home: Path, engine_class: type[EmbeddedEngine] = EmbeddedEngine, limits: Limits | None = None
+) -> AsyncIterator[RealServer]:
     """As `run_server` puts it together; taken apart in the same order."""
     async with AsyncExitStack() as stack:
         stack.enter_context(patch.object(bases, "EmbeddedEngine", engine_class))
@@ -85,7 +88,7 @@ async def real_server(home: Path, engine_class: type[EmbeddedEngine] = EmbeddedE
         stack.push_async_callback(pool.close)
         policies = Policies(ledger, CheckpointStore(home / "checkpoints"), pool)
         jobs = TrainJobs(ledger, JobSteps(ledger, policies))
-        app = create_app(ServerRegistry(ledger, policies, pool, jobs), ledger, auth=Auth.for_bind("127.0.0.1", None))
+        app = create_app(ServerRegistry(ledger, policies, pool, jobs), ledger, auth=Auth.for_bind("127.0.0.1", None), limits=limits)
         await jobs.start()
         stack.push_async_callback(jobs.close)
         transport = httpx.ASGITransport(app)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ..engines.embedded import EmbeddedEngine
 from ..engines.protocol import Engine
-from ..errors import ModelRefused
+from ..errors import ApprenticeError, ModelRefused
 from ..training.base_models import BaseCapabilities, inspect_base, resolve_base
 from ..training.policy import HostedModel, placement
 from ..training.trainer import supports_sharing
@@ -69,9 +69,18 @@ class BasePool:
         async with self._lock:
             if name not in self._loaded:
                 log.info("loading base model %s", name)
-                self._loaded[name] = await asyncio.to_thread(self._load, name)
+                self._loaded[name] = await asyncio.to_thread(self._loaded_or_refused, name)
                 log.info("base model %s is ready: %s", name, self._loaded[name].engine.info())
             return self._loaded[name]
+
+    def _loaded_or_refused(self, name: str) -> BaseRuntime:
+        try:
+            return self._load(name)
+        except ApprenticeError:
+            raise
+        except Exception as cause:  # a folder may hold anything, and what reads it then raises anything
+            reason = next(iter(str(cause).splitlines()), "")
+            raise ModelRefused(f"base model '{name}' cannot be used: {type(cause).__name__}: {reason}", param="base_model") from cause
 
     def _load(self, name: str) -> BaseRuntime:
         base = resolve_base(name, cache=self._options.cache)

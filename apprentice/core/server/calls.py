@@ -168,14 +168,16 @@ class Sampler:
 
     async def _draw(self, call: Call, drawn: Drawn, report: Report | None) -> None:
         served = call.served
-        async with self.admission(served.engine).slot() as queued:
-            drawn.queued_seconds, drawn.started = queued, time.monotonic()
-            stream = served.engine.generate(call.prompt_ids, call.seed_of(drawn.index), served.policy, served.stop_token_ids)
-            async with aclosing(cast("AsyncGenerator[TokenChunk]", cast("AsyncIterator[TokenChunk]", stream))) as chunks:
-                async for chunk in chunks:
-                    deltas = drawn.take(chunk)
-                    if report is not None:
-                        report(Progress(drawn.index, chunk, deltas))
+        with served.held():
+            async with self.admission(served.engine).slot() as queued:
+                await served.ready()
+                drawn.queued_seconds, drawn.started = queued, time.monotonic()
+                stream = served.engine.generate(call.prompt_ids, call.seed_of(drawn.index), served.policy, served.stop_token_ids)
+                async with aclosing(cast("AsyncGenerator[TokenChunk]", cast("AsyncIterator[TokenChunk]", stream))) as chunks:
+                    async for chunk in chunks:
+                        deltas = drawn.take(chunk)
+                        if report is not None:
+                            report(Progress(drawn.index, chunk, deltas))
         if drawn.finish is None:
             raise EngineError("the engine ended a completion without saying why")
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import OrderedDict
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..engines.protocol import PolicyVersion
-from ..errors import ConfigError, Conflict, ModelMismatch, UnknownCheckpoint, UnknownModel
+from ..errors import CheckpointCorrupt, ConfigError, Conflict, ModelMismatch, ModelRefused, TrainJobFailed, UnknownCheckpoint, UnknownModel
 from ..training.checkpoints import Checkpoint, CheckpointState, CheckpointStore
 from ..training.trainer import Trainer
 from ..wire import ModelInfo, RegisterModel
@@ -29,8 +29,8 @@ from .stored_checkpoints import checkpoint_info
 log = logging.getLogger(__name__)
 
 PINNED_VERSIONS_IN_MEMORY = 4
-"""Older versions that stay loaded, for calls that still wait for their turn with one and for `project/name@step`; the least
-recently used one goes first."""
+"""Older versions that stay loaded, for `project/name@step` and for calls that wait for their turn with one; the least recently
+used one goes first. A call whose version has gone loads it again when its turn comes."""
 REGISTRATION = "registration"
 """The job id that stands in a step-0 checkpoint."""
 
@@ -81,6 +81,7 @@ class Policies:
         self.store = store
         self._running: dict[str, PolicyRuntime] = {}
         self._retiring: dict[PolicyVersion, asyncio.Task[None]] = {}
+        self._held: Counter[PolicyVersion] = Counter()
         self._lock = asyncio.Lock()
 
     def running(self) -> dict[str, PolicyRuntime]:
@@ -127,6 +128,17 @@ class Policies:
                     await self.load(runtime.base, PolicyVersion(runtime.alias, step), checkpoint.adapter)
         self._keep_older(runtime, step)
 
+    @contextmanager
+    def held(self, version: PolicyVersion) -> Iterator[None]:
+        """Within it, retention leaves the version's checkpoint where it is, so that `load_older` finds it."""
+        self._held[version] += 1
+        try:
+            yield
+        finally:
+            self._held[version] -= 1
+            if not self._held[version]:
+                del self._held[version]
+
     async def load(self, base: BaseRuntime, version: PolicyVersion, folder: Path) -> None:
         """Load a version into the engine, after an earlier one of the same number is gone from it. Raises EngineError."""
         if version in self._retiring:
@@ -140,7 +152,8 @@ class Policies:
         if before != runtime.step:
             self._keep_older(runtime, before)
         try:
-            await asyncio.to_thread(self.store.retain, runtime.alias, runtime.body.checkpoints)
+            held = [version.version for version in self._held if version.policy == runtime.alias]
+            await asyncio.to_thread(self.store.retain, runtime.alias, runtime.body.checkpoints, protect=held)
             await asyncio.to_thread(self._mirror, runtime.alias)
         except Exception:  # the version is served: tidying up again after the next job is enough
             log.exception("old checkpoints of %s could not be removed; it is tried again after the next job", runtime.alias)
@@ -221,7 +234,10 @@ class Policies:
             async with self._whole_or_absent(base, PolicyVersion(alias, checkpoint.step)):
                 trainer = await asyncio.to_thread(restored_trainer, base.host, alias, body.seed, checkpoint)
                 runtime = await self._serve(PolicyRuntime(body, base, trainer, checkpoint.step), checkpoint)
-            await asyncio.to_thread(self._mirror, alias)
+            try:
+                await asyncio.to_thread(self._mirror, alias)
+            except CheckpointCorrupt as error:  # the latest one is whole: the policy is served
+                log.error("the checkpoints of %s in the ledger may be out of date: %s", alias, error)
             self._running[alias] = runtime
         return self._running[alias]
 
@@ -269,7 +285,7 @@ class Policies:
         if body.fork_from is None:
             return None
         alias, _, step = body.fork_from.partition("@")
-        if not step.isdecimal():
+        if not is_step(step):
             raise ConfigError(f"fork_from must be 'project/name@step', got '{body.fork_from}'", param="fork_from")
         source = await asyncio.to_thread(self._ledger.policy, alias)
         if (source.base_model, source.adapter) != (body.base_model, body.adapter):
@@ -283,8 +299,16 @@ class Policies:
 
     async def _serve(self, runtime: PolicyRuntime, checkpoint: Checkpoint) -> PolicyRuntime:
         await self.load(runtime.base, runtime.version, checkpoint.adapter)
-        await self.canary(runtime, runtime.version)
+        try:
+            await self.canary(runtime, runtime.version)
+        except TrainJobFailed as error:  # the trainer's words for weights that give no finite numbers
+            raise ModelRefused(f"policy {runtime.alias} cannot be served: {error}", param="base_model") from error
         return runtime
+
+
+def is_step(text: str) -> bool:
+    """Whether this is what stands after the `@` in the name of a version."""
+    return text.isascii() and text.isdecimal() and len(text) < 10
 
 
 def canary_rows(base: BaseRuntime) -> list[list[int]]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 
 from ..engines.protocol import BASE, Engine, PolicyVersion
 from ..errors import UnknownModel
@@ -10,7 +12,7 @@ from ..wire import ModelInfo, RegisterModel
 from .bases import BasePool, BaseRuntime
 from .jobs import TrainJobs
 from .ledger import Ledger
-from .policies import Policies
+from .policies import Policies, is_step
 from .registry_protocol import Served
 from .stored_checkpoints import StoredCheckpoints
 
@@ -31,15 +33,15 @@ class ServerRegistry:
         if model in bases:
             return _served(bases[model], BASE, model)
         alias, at, step = model.partition("@")
-        if at and not (step.isascii() and step.isdecimal() and len(step) < 10):
+        if at and not is_step(step):
             raise UnknownModel(f"model '{model}' does not exist: after '@' a step number was expected, got '{step}'", param="model")
         runtime = self._policies.running().get(alias)
         if runtime is None:
             runtime = await self._policies.get(alias)
-        if not at:
-            return _served(runtime.base, runtime.version, alias)
-        await self._policies.load_older(runtime, int(step))
-        return _served(runtime.base, PolicyVersion(alias, int(step)), alias)
+        version = PolicyVersion(alias, int(step)) if at else runtime.version
+        await self._policies.load_older(runtime, version.version)
+        held, ready = partial(self._policies.held, version), partial(self._policies.load_older, runtime, version.version)
+        return replace(_served(runtime.base, version, alias), held=held, ready=ready)
 
     async def register(self, body: RegisterModel) -> ModelInfo:
         return (await self._policies.register(body)).info()

@@ -5,7 +5,8 @@ The routes know only these protocols. They never see torch, a trainer or a file 
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
@@ -15,6 +16,10 @@ from ..wire import CheckpointInfo, GrpoJob, ModelInfo, RegisterModel, SftJob, Tr
 if TYPE_CHECKING:
     from .chat import ChatCodec
     from .splice import Splicer
+
+
+async def _always_ready() -> None:
+    pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,10 @@ class Served:
     context_length: int
     """Tokens that prompt and reply may have together."""
     stop_token_ids: tuple[int, ...]
+    held: Callable[[], AbstractContextManager[None]] = nullcontext
+    """Entered while a call waits for its turn and is sampled: the version can be loaded as long, whatever jobs end meanwhile."""
+    ready: Callable[[], Awaitable[None]] = _always_ready
+    """Load the version again if it left the engine while the call waited. Nothing else runs between its end and the caller."""
 
     @property
     def version(self) -> int | None:

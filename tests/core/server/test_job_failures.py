@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import math
 import shutil
 import time
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from support.real_parts import POLICY, LyingEngine, RealServer, job, lying, real_server, recorded_home, registration
 from support.tiny_models import tiny_llama
 
-from apprentice.core.engines.protocol import BASE, PolicyVersion
+from apprentice.core.engines.embedded import EmbeddedEngine
+from apprentice.core.engines.protocol import BASE, PolicyVersion, TokenChunk
 from apprentice.core.errors import LedgerFull
+from apprentice.core.server.ledger import Ledger
+from apprentice.core.server.limits import Limits
 from apprentice.core.wire import TrainJob
 
 
@@ -21,6 +28,12 @@ from apprentice.core.wire import TrainJob
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[dict[str, Any]]]]:
     home = tmp_path_factory.mktemp("home")
     return home, recorded_home(tiny_llama(tmp_path_factory.mktemp("base")), home)
+
+
+@pytest.fixture
+def base(recorded: tuple[Path, Any]) -> Path:
+    with Ledger.open(recorded[0] / "ledger.sqlite", read_only=True) as ledger:
+        return Path(ledger.policy(POLICY).base_model)
 
 
 @pytest.fixture
@@ -162,6 +175,40 @@ async def test_a_call_that_was_waiting_with_the_version_before_is_answered_by_it
         assert engine.loaded() == {BASE, *(PolicyVersion(POLICY, step) for step in range(3, 8))}
 
 
+class BusyEngine(EmbeddedEngine):
+    """Calls of the bare base model wait until `free` is set, so that those behind them wait for their turn."""
+
+    free: asyncio.Event
+
+    async def generate(self, *arguments: Any) -> AsyncIterator[TokenChunk]:
+        if arguments[2] == BASE:
+            await self.free.wait()
+        async for chunk in super().generate(*arguments):
+            yield chunk
+
+
+async def test_a_call_that_waits_through_many_jobs_is_answered_by_its_version_loaded_again(
+    recorded: tuple[Path, Any], home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BusyEngine, "free", asyncio.Event(), raising=False)
+    async with real_server(home, BusyEngine, Limits(running_per_engine=1)) as server:
+        answer = await server.greedy()
+        name = server.runtime().base.name
+        before = asyncio.create_task(server.post("/v1/completions", {"model": name, "prompt": [1], "max_tokens": 1}))
+        waiting = asyncio.create_task(server.greedy())
+        while (await server.get("/health"))["queued"] == 0:  # noqa: ASYNC110  # the queue tells nobody
+            await asyncio.sleep(0.01)
+        for step in range(1, 7):
+            assert (await server.train(job(recorded[1])))["step"] == step
+        assert PolicyVersion(POLICY, 0) not in server.runtime().base.engine.loaded()
+        BusyEngine.free.set()
+        await before
+        step, logprobs = await waiting
+        assert (step, logprobs) == (0, pytest.approx(answer[1], abs=1e-5))
+        await server.train(job(recorded[1]))
+        assert [checkpoint.step for checkpoint in server.policies.store.list(POLICY)] == [5, 6, 7], "nobody waits for step 0 now"
+
+
 async def test_a_published_version_cannot_be_called_before_the_canary_has_seen_it(
     recorded: tuple[Path, Any], home: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -217,3 +264,64 @@ async def test_the_ledger_is_brought_in_line_with_the_folders_when_a_policy_is_r
         assert [info.step for info in server.ledger.checkpoints(POLICY)] == [0, 1]
         pinned = await server.post(f"/api/checkpoints/{POLICY}/1/pin", {"pinned": True})
         assert pinned["pinned"]
+
+
+async def test_a_damaged_older_checkpoint_does_not_keep_a_policy_from_being_served(recorded: tuple[Path, Any], home: Path) -> None:
+    async with real_server(home) as server:
+        await server.train(job(recorded[1]))
+    (adapter(server, 0).parent / "state.json").write_text("{")
+    async with real_server(home) as server:
+        assert (await server.greedy())[0] == 1
+        refused = await server.client.get("/api/checkpoints")
+        assert (refused.status_code, refused.json()["error"]["code"]) == (503, "checkpoint_corrupt")
+
+
+def broken_base(whole: Path, folder: Path, what: str) -> str:
+    """A folder like `whole` with one thing wrong in it, or a name that is none."""
+    shutil.copytree(whole, folder)
+    config = json.loads((whole / "config.json").read_text())
+    match what:
+        case "index":
+            (folder / "model.safetensors.index.json").write_text('{"weight_map": []}')
+        case "architectures":
+            (folder / "config.json").write_text(json.dumps({**config, "architectures": 5}))
+        case "quantization":
+            (folder / "config.json").write_text(json.dumps({**config, "quantization_config": "x"}))
+        case "weights":
+            (path,) = folder.glob("*.safetensors")
+            save_file({name: tensor * math.nan for name, tensor in load_file(path).items()}, path, metadata={"format": "pt"})
+        case _:
+            return what
+    return str(folder)
+
+
+@pytest.mark.parametrize(
+    "what", ["index", "architectures", "quantization", "weights", "x" * 1000, "~nobody-of-this-name/x", "a\nb", "\x00"]
+)
+async def test_a_base_model_that_cannot_be_used_is_refused_in_one_sentence(base: Path, tmp_path: Path, what: str) -> None:
+    async with real_server(tmp_path / "home") as server:
+        name = broken_base(base, tmp_path / "broken", what)
+        refused = await server.client.post("/api/models", json=registration(base, base_model=name))
+        error = refused.json()["error"]
+        assert (refused.status_code, error["code"], error["param"]) == (400, "model_refused", "base_model"), error
+        assert "\n" not in error["message"]
+        assert (await server.get("/api/models"), await server.get("/api/checkpoints")) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"seed": 2**63}, "invalid_request"),
+        ({"seed": -(10**400)}, "invalid_request"),
+        ({"adapter": {"rank": 4, "alpha": 1e308}}, "model_refused"),
+        ({"fork_from": "test/agent@" + "9" * 5000}, "config_error"),
+        ({"fork_from": "test/agent@\u0663"}, "config_error"),
+    ],
+)
+async def test_a_registration_that_cannot_be_carried_out_is_refused_and_leaves_nothing(
+    base: Path, home: Path, change: dict[str, Any], code: str
+) -> None:
+    async with real_server(home) as server:
+        refused = await server.client.post("/api/models", json=registration(base, name="other", **change))
+        assert (refused.status_code, refused.json()["error"]["code"]) == (400, code)
+        assert [info["policy"] for info in await server.get("/api/models")] == [POLICY]
