@@ -11,6 +11,7 @@ leaves an `Assignment` (which group, which ids) in the context, and the scope ta
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -18,10 +19,11 @@ from typing import TYPE_CHECKING, Any, Protocol, SupportsFloat
 
 from pydantic import JsonValue
 
-from ..errors import ApprenticeError, InvalidRequest, TrajectoryStateError
+from ..errors import ApprenticeError, Conflict, InfrastructureError, InvalidRequest, TrajectoryStateError, UnknownTrajectory
 from ..records import JsonObject, Scenario, ToolEvent, Trajectory, TrajectoryStatus, new_id
 from ..wire import FailTrajectory, FinishTrajectory, OpenTrajectory, RewardUpdate
 from .api import checked_name
+from .recording import ToolRecording
 from .values import Numbers, finite, is_infrastructure, json_object, sentence
 
 if TYPE_CHECKING:
@@ -96,8 +98,11 @@ class TrajectoryScope:
         self.error: str | None = None
         self._reward: float | None = None
         self._told: tuple[Any, ...] | None = None
+        self._unheard: FailTrajectory | None = None
         self._opened_with: JsonObject = {}
         self._task = task
+        self.recording = ToolRecording(self.id, self.record_tool)
+        """For tool events that nobody awaits; the trajectory's end waits for them."""
         if task:
             task.opened.append(self)
 
@@ -163,13 +168,19 @@ class TrajectoryScope:
         scenario_id = self.scenario.id if self.scenario else None
         self._opened_with = json_object(self.metadata, "metadata")
         body = OpenTrajectory(id=self.id, policy=self.policy, scenario_id=scenario_id, group_id=self.group_id, metadata=self._opened_with)
-        await self._model.api.open_trajectory(body)
+        try:
+            await self._model.api.open_trajectory(body)
+        except (InfrastructureError, asyncio.CancelledError) as error:  # the server may have opened it all the same
+            self._unheard = FailTrajectory(error=self._sentence(error))
+            raise
         self.status = TrajectoryStatus.open
 
     async def close(self, error: BaseException | None = None) -> None:
         """Finish, or fail with `error`'s sentence. A failed end is added to `error` as a note, never raised over it."""
         if self.status is not TrajectoryStatus.open:
             return
+        if error is None or isinstance(error, Exception | asyncio.CancelledError):
+            await self.recording.drain()
         if error is None:
             await self._finish()
         elif isinstance(error, Exception | asyncio.CancelledError):
@@ -182,11 +193,25 @@ class TrajectoryScope:
 
     async def _fail(self, error: BaseException) -> None:
         self.status, self.error = TrajectoryStatus.failed, self._sentence(error)
+        self._unheard = FailTrajectory(error=self.error)
         try:
             async with asyncio.timeout(CLOSE_SECONDS):
-                await self._model.api.fail(self.id, FailTrajectory(error=self.error))
+                await self._model.api.fail(self.id, self._unheard)
+            self._unheard = None
         except (ApprenticeError, TimeoutError) as second:
             error.add_note(f"trajectory {self.id} could not be marked as failed on the server: {sentence(second)}")
+
+    @property
+    def unheard(self) -> bool:
+        """Whether it may be open on the server though it has ended here, because the server did not answer."""
+        return self._unheard is not None
+
+    async def tell_again(self) -> None:
+        """Fail it on the server, if that did not hear its end."""
+        if self._unheard is not None:
+            with contextlib.suppress(UnknownTrajectory, Conflict):  # it was never opened there, or it has ended there
+                await self._model.api.fail(self.id, self._unheard)
+            self._unheard = None
 
     def _sentence(self, error: BaseException) -> str:
         if isinstance(error, asyncio.CancelledError):

@@ -1,0 +1,5 @@
+"""Has no tools."""
+
+from rpc import Server, echo
+
+Server([], echo).serve()
