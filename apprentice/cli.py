@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 from .core.doctor import CLI_INSTALL, SERVER_INSTALL
-from .core.errors import ApprenticeError, LedgerLocked
+from .core.errors import ApprenticeError, LedgerLocked, UserInputError
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -50,6 +50,8 @@ def main() -> None:
     """Entry point. What goes wrong for a reason that a user can know is one sentence, never a traceback."""
     try:
         code = app(args=sys.argv[1:] or ["--help"], prog_name="apprentice", standalone_mode=False)
+    except UserInputError as error:
+        fail(" ".join(str(error).splitlines()))  # what the user named may hold line breaks
     except ApprenticeError as error:
         fail(str(error))
     except TyperException as error:  # a wrong command line
@@ -81,7 +83,7 @@ def serve(
     device: Annotated[str | None, typer.Option(metavar="NAME", help="cpu or cuda; default: a GPU if any.")] = None,
     dtype: Annotated[str | None, typer.Option(metavar="NAME", help="Default: float32; bfloat16 on a GPU.")] = None,
     kv_cache_tokens: Annotated[int | None, typer.Option(metavar="N", min=256, help="Bound of the KV cache.")] = None,
-    threads: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU threads; default: all cores.")] = None,
+    threads: Annotated[int | None, typer.Option(metavar="N", min=1, max=4096, help="CPU threads; default: all cores.")] = None,
     parent_pid: Annotated[int | None, typer.Option(hidden=True)] = None,
     ready_file: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:

@@ -360,6 +360,8 @@ def taken_port() -> Iterator[int]:
         ([], "short", "at least 16 characters, but it has 5"),
         (["--host", "0.0.0.0"], None, "needs an API key"),
         (["--host", "203.0.113.7"], "a-key-long-enough", "cannot listen on 203.0.113.7"),
+        (["--host", "a\nb"], None, "a server bound to a b can be reached"),
+        (["--threads", "99999999999999"], None, "--threads"),
         (["--device", "abacus"], None, "device must be 'cpu' or 'cuda', got 'abacus'"),
         (["--device", "meta"], None, "device must be 'cpu' or 'cuda', got 'meta'"),
         (["--dtype", "float12"], None, "dtype must be one of float32"),

@@ -46,7 +46,7 @@ REGISTER_SECONDS = 1800.0
 
 def checked_name(value: str) -> str:
     """A name that is safe in a path, or InvalidRequest."""
-    if not re.match(NAME_PATTERN, value):
+    if not re.fullmatch(NAME_PATTERN, value):
         raise InvalidRequest(f"an id has letters, digits, '.', '_' and '-', at most 128, got {value!r}", param="id")
     return value
 

@@ -11,6 +11,7 @@ other exception of the rollout is final: the trajectory is failed with its sente
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -18,10 +19,10 @@ from typing import TypeAlias
 
 from pydantic import JsonValue
 
-from ..errors import DeadlineExceeded, InvalidRequest, RolloutError, RunAborted
+from ..errors import ApprenticeError, DeadlineExceeded, InvalidRequest, RolloutError, RunAborted
 from ..records import JsonObject, Scenario, Trajectory, TrajectoryGroup, TrajectoryStatus, new_id
 from .progress import Progress, progress_of
-from .scope import Assignment, TrajectoryScope, assignment
+from .scope import CLOSE_SECONDS, Assignment, TrajectoryScope, assignment
 from .transport import RetryPolicy
 from .values import as_scenarios, is_infrastructure, sentence
 
@@ -197,6 +198,7 @@ class _Runner:
         self._successes = sum(member.result is not None for member in members)
         self._failures = sum(member.failure is not None for member in members)
         self._first_cause: Exception | None = None
+        self._unheard: list[TrajectoryScope] = []
 
     async def run(self, what: str) -> list[TrajectoryGroup]:
         if not self._plans or not self._budget.total:
@@ -214,6 +216,7 @@ class _Runner:
             pass
         finally:
             self._progress.end()
+            await self._tell_again()
         if self._budget.exhausted(self._failures, self._successes):
             raise RunAborted(
                 f"{self._failures} of {self._budget.total} rollouts failed ({self._budget.allowed} were allowed); the first cause: "
@@ -276,11 +279,19 @@ class _Runner:
         finally:
             assignment.reset(token)
 
-    @staticmethod
-    async def _abandon(task: Assignment, error: BaseException) -> None:
+    async def _abandon(self, task: Assignment, error: BaseException) -> None:
         """Fail what the rollout opened and did not close."""
         for scope in task.opened:
             await scope.close(error)
+            if scope.unheard:
+                self._unheard.append(scope)
+
+    async def _tell_again(self) -> None:
+        """Fail what a server that did not answer for a while still holds open. If it answers no more, nothing can be done here."""
+        with contextlib.suppress(ApprenticeError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                for scope in self._unheard:
+                    await scope.tell_again()
 
     @staticmethod
     async def _settled(returned: Returned) -> Trajectory:

@@ -101,15 +101,21 @@ class LocalServer:
 
     def cause_of_death(self) -> ServerUnavailable | None:
         """Why there is no answer, if the process is gone; None while it runs."""
-        code = self._process.poll()
-        if code is None:
+        if self.alive:
             return None
-        how = "was stopped" if self._stopped else f"ended with exit code {code}"
+        code = self._process.returncode
+        how = "was stopped" if self._stopped else "ended" if code is None else f"ended with exit code {code}"
         return ServerUnavailable(f"the server of {self.home} {how}; {self.log} ends with:\n{self.tail()}")
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        if os.getpid() == self._owner:
+            return self._process.poll() is None
+        try:  # a forked copy of the process that started it cannot wait for it, only look
+            os.kill(self.pid, 0)
+        except ProcessLookupError:
+            return False
+        return True
 
     def stop(self) -> None:
         """Ask it to end, then insist. Does nothing in a forked copy of the process that started it."""

@@ -10,6 +10,7 @@ import asyncio
 import atexit
 import contextvars
 import functools
+import os
 import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -55,8 +56,20 @@ def _background_loop() -> asyncio.AbstractEventLoop:
         return _loop
 
 
+def _forget_loop() -> None:
+    """A forked copy of this process has the loop but not its thread: it makes its own."""
+    global _loop, _lock
+    _loop, _lock = None, threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_loop)
+
+
 def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread) -> None:
     """Close the loop's connections in good order before the interpreter takes things apart."""
+    if not thread.is_alive():  # this is a forked copy of the process that made it
+        return
     asyncio.run_coroutine_threadsafe(loop.shutdown_asyncgens(), loop).result(END_SECONDS)
     loop.call_soon_threadsafe(loop.stop)
     thread.join(END_SECONDS)

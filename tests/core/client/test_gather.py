@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from support.client_server import ClientServer, client_server
+from support.client_server import QUICK, ClientServer, Fault, client_server
 
 from apprentice import Scenario, TrainableModel, Trajectory, TrajectoryGroup, gather, gather_trajectory_groups
 from apprentice.core.client.evaluate import interval, summarise, wilson
@@ -20,7 +20,7 @@ from apprentice.core.client.progress import Plain, Silent, sparkline
 from apprentice.core.client.scope import INTERRUPTED
 from apprentice.core.client.transport import RetryPolicy
 from apprentice.core.client.values import as_scenarios
-from apprentice.core.errors import EngineError, InvalidRequest, RolloutError, RunAborted
+from apprentice.core.errors import EngineError, InvalidRequest, RolloutError, RunAborted, ServerUnavailable
 from apprentice.core.records import TrajectoryStatus
 
 
@@ -444,3 +444,34 @@ def test_a_sparkline_spans_its_own_range() -> None:
     assert sparkline([0.0, 0.5, 1.0]) == "▁▅█"
     assert sparkline([2.0, 2.0]) == "▁▁"
     assert sparkline([float("nan")]) == ""
+
+
+@pytest.mark.parametrize(
+    ("path", "fault"),
+    [("/api/trajectories", "lose_answer"), (r"/api/trajectories/[^/]+/fail", "refuse_503"), ("/api/trajectories", "refuse_503")],
+)
+async def test_no_trajectory_stays_open_because_the_server_did_not_answer_for_a_while(
+    server: ClientServer, path: str, fault: Fault
+) -> None:
+    """A server that is started again within a step: the attempts that it did not hear the end of are failed in the end."""
+    model = await server.model()
+    server.faults.add("POST", path, fault, QUICK.attempts)
+    attempts = 0
+
+    async def rollout(scenario: Scenario) -> Any:
+        nonlocal attempts
+        attempts += 1
+        async with model.trajectory(scenario) as t:
+            if attempts == 1:
+                raise ServerUnavailable("gone for a while")
+            t.reward = 1.0
+        return t
+
+    (group,) = await quick(rollout, ["x"], size=1)
+    assert [t.reward for t in group.trajectories] == [1.0]
+    stored = await model.api.trajectories(policy=model.policy)
+    ended = [trajectory.status for trajectory in stored]
+    assert ended[-1] is TrajectoryStatus.finished
+    assert set(ended[:-1]) <= {TrajectoryStatus.failed}
+    assert len(ended) == (1 if (path, fault) == ("/api/trajectories", "refuse_503") else 2)
+    assert all((trajectory.error or INTERRUPTED).startswith(INTERRUPTED) for trajectory in stored)

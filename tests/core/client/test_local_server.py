@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ def written_by(server: local_server.LocalServer) -> str:
     return Path(f"/proc/{server.pid}/cmdline").read_text() + server.log.read_text()
 
 
+def in_a_fork(check: Callable[[], bool]) -> bool:
+    """What `check` says in a forked copy of this process."""
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            code = 0 if check() else 1
+        finally:
+            os._exit(code)
+    return os.waitpid(child, 0)[1] == 0
+
+
 async def test_a_model_registers_is_called_and_the_server_ends_with_its_last_backend(tmp_path: Path, tiny_llama_folder: Path) -> None:
     async with LocalBackend(tmp_path, **SMALL) as backend, LocalBackend(tmp_path, **SMALL) as second:
         model = TrainableModel("mail", "agent", str(tiny_llama_folder))
@@ -52,6 +65,7 @@ async def test_a_model_registers_is_called_and_the_server_ends_with_its_last_bac
             await LocalBackend(tmp_path, device="cpu").connect()
         await second.close()
         assert server.alive
+        assert in_a_fork(lambda: server.alive and server.cause_of_death() is None), "a fork of this process uses the same server"
         server_process = server._process
         os.kill(server.pid, signal.SIGKILL)
         server_process.wait()

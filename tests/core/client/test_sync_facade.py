@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from support.client_server import ClientServer, client_server
+from support.small_registry import BASE_NAME
 
 from apprentice import RemoteBackend, Scenario, TrainableModel, current_trajectory
 from apprentice.core.client import sync
@@ -73,3 +78,26 @@ def test_a_sync_call_inside_the_facades_own_loop_is_refused_instead_of_hanging(s
 
     with pytest.raises(InvalidRequest, match="use the async method"):
         sync.run(mistake())
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
+def test_a_forked_copy_of_the_process_works_and_ends_without_the_loop_of_its_parent(server: ClientServer, tmp_path: Path) -> None:
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS.format(url=server.url, name="forks", base=BASE_NAME))
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr, done.stdout.split()) == (0, "", ["child", "0", "parent", "0", "0"])
+
+
+FORKS = """
+import os, sys
+from apprentice import RemoteBackend, TrainableModel
+
+model = TrainableModel("mail", "{name}", "{base}")
+model.sync.register(RemoteBackend("{url}"))
+child = os.fork()
+if child == 0:
+    print("child", model.sync.get_step(), flush=True)
+    sys.exit()
+_, status = os.waitpid(child, 0)
+print("parent", model.sync.get_step(), status)
+"""

@@ -11,9 +11,9 @@ import httpx
 import pytest
 from support.client_server import QUICK, ClientServer, client_server
 
-from apprentice.core.client.api import ControlApi
+from apprentice.core.client.api import ControlApi, checked_name
 from apprentice.core.client.transport import Limits, LoopTransport, RetryPolicy, Transport, environment_proxy, parse_url
-from apprentice.core.errors import AuthenticationError, ConfigError, NotFound, QueueFull, ServerUnavailable, UnknownJob
+from apprentice.core.errors import AuthenticationError, ConfigError, InvalidRequest, NotFound, QueueFull, ServerUnavailable, UnknownJob
 
 
 @pytest.fixture(scope="module")
@@ -172,3 +172,9 @@ def test_a_proxy_of_the_environment_is_used_for_others_and_never_for_loopback(mo
     assert proxy.url.host == "proxy"
     for host in ("127.0.0.1", "localhost", "[::1]"):
         assert environment_proxy(httpx.URL(f"http://{host}:7474")) is None
+
+
+@pytest.mark.parametrize("name", ["", "../x", "a/b", "a\n", "\ud800", "x" * 129])
+def test_an_id_that_is_no_name_never_reaches_a_path(name: str) -> None:
+    with pytest.raises(InvalidRequest, match="an id has letters"):
+        checked_name(name)
