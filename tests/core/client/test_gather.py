@@ -475,3 +475,21 @@ async def test_no_trajectory_stays_open_because_the_server_did_not_answer_for_a_
     assert set(ended[:-1]) <= {TrajectoryStatus.failed}
     assert len(ended) == (1 if (path, fault) == ("/api/trajectories", "refuse_503") else 2)
     assert all((trajectory.error or INTERRUPTED).startswith(INTERRUPTED) for trajectory in stored)
+
+
+async def test_a_rollout_that_is_cancelled_while_its_trajectory_is_opened_leaves_none_open(server: ClientServer) -> None:
+    model = await server.model()
+
+    async def rollout() -> None:
+        async with model.trajectory():
+            raise AssertionError("it was cancelled before")
+
+    tasks = [asyncio.create_task(rollout()) for _ in range(60)]
+    for ticks, task in enumerate(tasks):
+        for _ in range(ticks // 2):
+            await asyncio.sleep(0)
+        task.cancel()
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    assert all(isinstance(outcome, asyncio.CancelledError | AssertionError) for outcome in outcomes)
+    await asyncio.sleep(0.1)  # whatever was sent has arrived
+    assert await model.api.trajectories(policy=model.policy, status=TrajectoryStatus.open) == []
