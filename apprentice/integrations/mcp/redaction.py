@@ -1,0 +1,156 @@
+"""Values that must not be seen: taken out of every text that leaves this machine's memory.
+
+What counts as secret: bearer tokens, header values, everything that came from the environment by `${VAR}`, values after options
+such as `--api-key`, passwords and query values of URLs, and values of variables unless they plainly are none (paths, flags).
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import logging
+import re
+import threading
+from collections.abc import Iterable
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
+
+from pydantic import JsonValue
+
+if TYPE_CHECKING:
+    from collections.abc import Generator
+
+MARK = "•••"
+SHORTEST = 4
+"""Shorter values are not looked for: they would be found inside other words everywhere."""
+_TELLING = re.compile(r"key|token|secret|passw|passphrase|credential|auth|cookie|dsn|signature", re.IGNORECASE)
+_HARMLESS = re.compile(
+    r"(?:true|false|yes|no|on|off|none|null|debug|info|warn(?:ing)?|error|production|development|test|utf-?8|utc)", re.IGNORECASE
+)
+_LOGGERS = ("client", "httpx2", "mcp.client.sse", "mcp.client.stdio", "mcp.client.streamable_http", "mcp.shared.jsonrpc_dispatcher")
+
+
+def telling(name: str) -> bool:
+    """Whether a variable, header or option of this name holds a secret."""
+    return bool(_TELLING.search(name))
+
+
+def plain(name: str, value: str) -> bool:
+    """Whether a variable's value is plainly no secret."""
+    if telling(name):
+        return False
+    return "{workdir}" in value or value.startswith(("/", "./", "~")) or bool(_HARMLESS.fullmatch(value)) or value.isdecimal()
+
+
+class Redactor:
+    """Replaces secrets, in the forms that they take in JSON and in URLs too. Without secrets it gives texts back untouched."""
+
+    def __init__(self, secrets: Iterable[str]) -> None:
+        forms: set[str] = set()
+        for secret in secrets:
+            if len(secret) >= SHORTEST:
+                encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
+                forms |= {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], quote(secret, safe=""), encoded}
+        self.forms = tuple(sorted(forms, key=len, reverse=True))  # the longest first: one secret may hold another
+
+    def text(self, text: str) -> str:
+        for form in self.forms:
+            if form in text:
+                text = text.replace(form, MARK)
+        return text
+
+    def value(self, value: JsonValue) -> JsonValue:
+        """`value` with its texts and keys redacted; the same object if there is nothing to hide."""
+        return self._value(value) if self.forms else value
+
+    def _value(self, value: JsonValue) -> JsonValue:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, list):
+            return [self._value(item) for item in value]
+        if isinstance(value, dict):
+            return {self.text(key): self._value(item) for key, item in value.items()}
+        return value
+
+    @contextmanager
+    def in_logs(self) -> Generator[None]:
+        """While this is open, the loggers of the SDK and its HTTP client do not write these secrets."""
+        if not self.forms:
+            yield
+            return
+        _FILTER.add(self)
+        try:
+            yield
+        finally:
+            _FILTER.remove(self)
+
+
+class _LogFilter(logging.Filter):
+    """One filter for all sessions of the process."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._lock = threading.Lock()
+        self._active: list[Redactor] = []
+
+    def add(self, redactor: Redactor) -> None:
+        with self._lock:
+            if not self._active:
+                for name in _LOGGERS:
+                    logging.getLogger(name).addFilter(self)
+            self._active.append(redactor)
+
+    def remove(self, redactor: Redactor) -> None:
+        with self._lock:
+            self._active.remove(redactor)
+            if not self._active:
+                for name in _LOGGERS:
+                    logging.getLogger(name).removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        for redactor in tuple(self._active):
+            message = record.getMessage()
+            hidden = redactor.text(message)
+            if hidden != message:
+                record.msg, record.args = hidden, ()
+            if record.exc_info and not record.exc_text:
+                record.exc_text = logging.Formatter().formatException(record.exc_info)
+            if record.exc_text:
+                record.exc_text = redactor.text(record.exc_text)
+        return True
+
+
+_FILTER = _LogFilter()
+
+
+def url_secrets(url: str) -> list[str]:
+    """Passwords and query values of a URL."""
+    parts = urlsplit(url)
+    found = [value for _, value in parse_qsl(parts.query)]
+    if parts.password:
+        found += [parts.password, unquote(parts.password)]
+    return found
+
+
+def public_url(url: str) -> str:
+    """The URL without user, password and query values."""
+    parts = urlsplit(url)
+    host = parts.netloc.rpartition("@")[2]
+    query = "&".join(f"{name}={MARK}" for name, _ in parse_qsl(parts.query, keep_blank_values=True))
+    return urlunsplit((parts.scheme, host, parts.path, query, ""))
+
+
+def argument_secrets(arguments: Iterable[str]) -> list[str]:
+    """Values that follow options with telling names: `--api-key X`, `--token=X`."""
+    found: list[str] = []
+    expected = False
+    for argument in arguments:
+        if expected and not argument.startswith("-"):
+            found.append(argument)
+        name, joined, value = argument.partition("=")
+        option = name.startswith("-") and telling(name)
+        if option and joined:
+            found.append(value)
+        expected = option and not joined
+    return found

@@ -1,0 +1,222 @@
+"""A server as a child process that speaks over its standard streams: a transport of the MCP SDK, for servers of every kind.
+
+The SDK's own `stdio_client` does not tell the process's number (needed to end all its descendants), reads a long line in
+quadratic time on the event loop, which stops every other rollout, and writes a traceback for each line that is no message.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import anyio
+from mcp.shared.message import SessionMessage
+from mcp_types import jsonrpc_message_adapter
+
+from .repairs import Repairs, repaired_envelope
+
+if TYPE_CHECKING:
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from mcp.client._transport import TransportStreams
+
+INHERITED = ("HOME", "LANG", "LC_ALL", "LOGNAME", "PATH", "SHELL", "TERM", "TMPDIR", "TZ", "USER")
+"""All that a server inherits of our environment: nothing that could be a secret of the trainer."""
+LONGEST = 64 * 1024 * 1024
+"""Bytes of one message; a server that sends more in one line is cut off."""
+LARGEST_LOG = 8 * 1024 * 1024
+"""Bytes of a server's log; at that size it starts anew."""
+EXIT_SECONDS = 2.0
+"""How long a server may take to end by itself once its input is closed, and once more after SIGTERM."""
+FLUSH_SECONDS = 0.5
+POLL_SECONDS = 0.1
+_CHUNK = 256 * 1024
+
+
+class ServerProcess:
+    """The child, as seen from outside the transport."""
+
+    def __init__(self) -> None:
+        self.process: asyncio.subprocess.Process | None = None
+
+    @property
+    def pid(self) -> int | None:
+        return self.process.pid if self.process else None
+
+    @property
+    def returncode(self) -> int | None:
+        """None while it runs, and before it was started."""
+        return self.process.returncode if self.process else None
+
+
+def environment(extra: Mapping[str, str]) -> dict[str, str]:
+    """What a server gets: a few harmless variables of ours, and its own."""
+    own = {name: value for name in INHERITED if (value := os.environ.get(name)) is not None and not value.startswith("()")}
+    return {**own, **extra}
+
+
+@asynccontextmanager
+async def stdio_transport(
+    argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, child: ServerProcess, repairs: Repairs
+) -> AsyncGenerator[TransportStreams]:
+    """Start the server and give its streams; on exit its input is closed, and what does not end then is made to.
+
+    `env` is the child's whole environment. The child leads a session of its own, so that Ctrl-C does not reach it. Raises OSError.
+    """
+    with log.open("ab") as errors:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=errors,
+            env=dict(env),
+            cwd=cwd,
+            start_new_session=True,
+            limit=_CHUNK,
+        )
+    child.process = process
+    # No await until the try: a cancellation in between would leave a process behind.
+    incoming, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    write, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
+    written = anyio.Event()
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(_read, process, incoming, repairs)
+            tasks.start_soon(_write, process, outgoing, incoming, written)
+            tasks.start_soon(_watch, process, incoming, log)
+            try:
+                yield read, write
+            finally:
+                with anyio.CancelScope(shield=True):
+                    read.close()
+                    write.close()
+                    with anyio.move_on_after(FLUSH_SECONDS):
+                        await written.wait()
+                    await _stop(process)
+                tasks.cancel_scope.cancel()
+    finally:
+        for stream in (incoming, read, write, outgoing):
+            stream.close()
+        _close(process)
+
+
+async def _read(
+    process: asyncio.subprocess.Process, incoming: MemoryObjectSendStream[SessionMessage | Exception], repairs: Repairs
+) -> None:
+    """Lines as messages, until the server closes its output; then whatever still comes is thrown away."""
+    assert process.stdout is not None
+    parts: list[bytes] = []
+    size = 0
+    try:
+        while chunk := await process.stdout.read(_CHUNK):
+            *lines, rest = chunk.split(b"\n")
+            if lines:
+                lines[0] = b"".join((*parts, lines[0]))
+                parts, size = [], 0
+            for line in lines:
+                if (message := message_of(line, repairs)) is not None:
+                    await incoming.send(SessionMessage(message))
+            if rest:
+                parts.append(rest)
+                size += len(rest)
+            if size > LONGEST:
+                repairs.add(f"a line of more than {LONGEST // 2**20} MiB was cut off, and the session with it")
+                break
+    except (anyio.ClosedResourceError, anyio.BrokenResourceError, OSError):
+        pass
+    incoming.close()
+    with suppress(OSError):
+        while await process.stdout.read(_CHUNK):
+            pass
+
+
+def message_of(line: bytes, repairs: Repairs) -> Any:  # Any: a union that the SDK builds at run time
+    """The message on a line; None for a line that holds none, which is noted."""
+    line = line.strip()
+    if not line:
+        return None
+    try:
+        return jsonrpc_message_adapter.validate_json(line, by_name=False)
+    except ValueError:
+        pass
+    text = line.decode("utf-8", "replace")
+    try:
+        raw: object = json.loads(text)
+        if isinstance(raw, dict):
+            return jsonrpc_message_adapter.validate_python(repaired_envelope(cast("dict[str, Any]", raw), repairs), by_name=False)
+    except (ValueError, RecursionError):
+        pass
+    else:
+        if "�" in text:
+            repairs.add("bytes that are no UTF-8 were replaced")
+    repairs.banner(text)
+    return None
+
+
+async def _write(
+    process: asyncio.subprocess.Process,
+    outgoing: MemoryObjectReceiveStream[SessionMessage],
+    incoming: MemoryObjectSendStream[SessionMessage | Exception],
+    written: anyio.Event,
+) -> None:
+    assert process.stdin is not None
+    try:
+        async with outgoing:
+            async for item in outgoing:
+                process.stdin.write(item.message.model_dump_json(by_alias=True, exclude_unset=True).encode() + b"\n")
+                await process.stdin.drain()
+    except (OSError, anyio.ClosedResourceError, anyio.BrokenResourceError):
+        incoming.close()  # the session sees the end of the connection instead of waiting for an answer
+    finally:
+        written.set()
+
+
+async def _watch(process: asyncio.subprocess.Process, incoming: MemoryObjectSendStream[SessionMessage | Exception], log: Path) -> None:
+    """See the server's end even where a child of its own still holds its output, and keep its log from filling the disk."""
+    while process.returncode is None:
+        await anyio.sleep(POLL_SECONDS)
+        with suppress(OSError):
+            if os.stat(log).st_size > LARGEST_LOG:
+                os.truncate(log, 0)
+    await anyio.sleep(2 * POLL_SECONDS)  # what it wrote last is still read
+    incoming.close()
+
+
+async def _stop(process: asyncio.subprocess.Process) -> None:
+    """Close the input and wait; then SIGTERM to the group and wait. Who still lives is the session's to kill."""
+    assert process.stdin is not None
+    with suppress(OSError):
+        process.stdin.close()
+    if await _ended(process, EXIT_SECONDS):
+        return
+    with suppress(OSError):
+        os.killpg(process.pid, 15)
+    if await _ended(process, EXIT_SECONDS):
+        return
+    with suppress(OSError):
+        os.killpg(process.pid, 9)
+    await _ended(process, EXIT_SECONDS)
+
+
+async def _ended(process: asyncio.subprocess.Process, seconds: float) -> bool:
+    """Poll: `process.wait()` would also wait for whoever holds the output."""
+    deadline = anyio.current_time() + seconds
+    pause = 0.002
+    while process.returncode is None:
+        if anyio.current_time() >= deadline:
+            return False
+        await anyio.sleep(pause)
+        pause = min(pause * 1.5, 0.05)
+    return True
+
+
+def _close(process: asyncio.subprocess.Process) -> None:
+    """Close the pipes' ends here, which asyncio keeps while a descendant holds the others; nothing public does that."""
+    transport = getattr(process, "_transport", None)
+    if transport is not None:
+        with suppress(OSError):
+            transport.close()
