@@ -192,11 +192,15 @@ class TrajectoryScope:
         """Finish, or fail with `error`'s sentence. A failed end is added to `error` as a note, never raised over it."""
         if self.status is not TrajectoryStatus.open:
             return
-        if error is None or isinstance(error, Exception | asyncio.CancelledError):
-            await self.recording.drain()
-        if error is None:
-            await self._finish()
-        elif isinstance(error, Exception | asyncio.CancelledError):
+        try:
+            if error is None or isinstance(error, Exception | asyncio.CancelledError):
+                await self.recording.drain()
+            if error is None:
+                await self._finish()
+        except asyncio.CancelledError as cancelled:  # just as it was ending; if the server has finished it, it stays so
+            await self._fail(cancelled)
+            raise
+        if isinstance(error, Exception | asyncio.CancelledError):
             await self._fail(error)
 
     async def _finish(self) -> None:

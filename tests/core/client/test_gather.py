@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import statistics
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -477,19 +478,19 @@ async def test_no_trajectory_stays_open_because_the_server_did_not_answer_for_a_
     assert all((trajectory.error or INTERRUPTED).startswith(INTERRUPTED) for trajectory in stored)
 
 
-async def test_a_rollout_that_is_cancelled_while_its_trajectory_is_opened_leaves_none_open(server: ClientServer) -> None:
+async def test_a_rollout_that_is_cancelled_while_its_trajectory_is_opened_or_finished_leaves_none_open(server: ClientServer) -> None:
     model = await server.model()
 
     async def rollout() -> None:
         async with model.trajectory():
-            raise AssertionError("it was cancelled before")
+            pass
 
-    tasks = [asyncio.create_task(rollout()) for _ in range(60)]
-    for ticks, task in enumerate(tasks):
-        for _ in range(ticks // 2):
-            await asyncio.sleep(0)
+    whole = time.perf_counter()
+    await rollout()
+    whole = time.perf_counter() - whole
+    for part in range(40):
+        task = asyncio.create_task(rollout())
+        await asyncio.sleep(whole * part / 30)
         task.cancel()
-    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
-    assert all(isinstance(outcome, asyncio.CancelledError | AssertionError) for outcome in outcomes)
-    await asyncio.sleep(0.1)  # whatever was sent has arrived
+        await asyncio.wait([task])
     assert await model.api.trajectories(policy=model.policy, status=TrajectoryStatus.open) == []
