@@ -33,10 +33,9 @@ class _Ground:
 
     def tell(self, line: str) -> None:
         assert self.watchdog.stdin is not None
-        with self.lock:
-            with suppress(OSError):  # somebody killed the watchdog: closing still cleans up
-                self.watchdog.stdin.write(f"{line}\n".encode())
-                self.watchdog.stdin.flush()
+        with self.lock, suppress(OSError):  # somebody killed the watchdog: closing still cleans up
+            self.watchdog.stdin.write(f"{line}\n".encode())
+            self.watchdog.stdin.flush()
 
 
 class Lease:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -42,6 +42,8 @@ class ServerProcess:
 
     def __init__(self) -> None:
         self.process: asyncio.subprocess.Process | None = None
+        self.ended: int | None = None
+        """The exit code, if it ended before it was told to."""
 
     @property
     def pid(self) -> int | None:
@@ -61,11 +63,19 @@ def environment(extra: Mapping[str, str]) -> dict[str, str]:
 
 @asynccontextmanager
 async def stdio_transport(
-    argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, child: ServerProcess, repairs: Repairs
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    log: Path,
+    child: ServerProcess,
+    repairs: Repairs,
+    started: Callable[[int], None],
 ) -> AsyncGenerator[TransportStreams]:
     """Start the server and give its streams; on exit its input is closed, and what does not end then is made to.
 
-    `env` is the child's whole environment. The child leads a session of its own, so that Ctrl-C does not reach it. Raises OSError.
+    `env` is the child's whole environment; `started` is told its number. The child leads a session of its own, so that Ctrl-C does
+    not reach it. Raises OSError.
     """
     with log.open("ab") as errors:
         process = await asyncio.create_subprocess_exec(
@@ -79,6 +89,7 @@ async def stdio_transport(
             limit=_CHUNK,
         )
     child.process = process
+    started(process.pid)
     # No await until the try: a cancellation in between would leave a process behind.
     incoming, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
@@ -92,6 +103,9 @@ async def stdio_transport(
                 yield read, write
             finally:
                 with anyio.CancelScope(shield=True):
+                    if process.stdout is not None and process.stdout.at_eof():
+                        await _ended(process, FLUSH_SECONDS)  # its output is closed: it is about to end, or has
+                    child.ended = process.returncode
                     read.close()
                     write.close()
                     with anyio.move_on_after(FLUSH_SECONDS):

@@ -1,0 +1,170 @@
+"""Why a server could not be used, as one sentence that a user can act on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import ssl
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import cast
+
+from .redaction import Redactor, public_url
+from .spec import McpServer
+
+TAIL_LINES = 6
+TAIL_CHARACTERS = 600
+_OLD_SDK = re.compile(
+    r"(?:No module named|cannot import name) .{0,60}\bmcp\b|from 'mcp[.']|No module named 'mcp\.|'Server' object has no attribute"
+    r"|module 'mcp[\w.]*' has no attribute|fastmcp\.[\w.]+' *has no attribute"
+)
+_NAME = r"\b([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b"
+_VARIABLE = re.compile(
+    _NAME + r"[^\n]{0,60}\b(?:required|must be (?:set|provided)|not (?:set|found|provided|defined|configured)|missing|undefined|unset)\b"
+    r"|(?i:\b(?:missing|required|requires|set|provide|need|needs|define|export)\b)[^\n]{0,60}?"
+    + _NAME
+    + r"|KeyError: '([A-Z][A-Z0-9_]{2,})'"
+)
+
+
+@dataclass(slots=True)
+class Evidence:
+    """What is known about a failed start. `errors`: as they came, groups and causes flattened."""
+
+    server: McpServer
+    hide: Redactor
+    errors: list[BaseException] = field(default_factory=list[BaseException])
+    timed_out: bool = False
+    exit_code: int | None = None
+    """Of a process that ended before it was told to."""
+    command: tuple[str, ...] = ()
+    path: str | None = None
+    """PATH of the server's process."""
+    cwd: Path | None = None
+    tail: str = ""
+    """The last lines of its log."""
+    output: str = ""
+    """The first line on its standard output that was no message."""
+    status: int | None = None
+    """The last HTTP status that was an error."""
+
+
+def flat(error: BaseException) -> list[BaseException]:
+    """The error, or the errors of the group, with what caused each; the outermost first."""
+    found: list[BaseException] = []
+    pending: list[BaseException] = [error]
+    while pending:
+        current = pending.pop(0)
+        if any(current is known for known in found):
+            continue
+        if isinstance(current, BaseExceptionGroup):
+            pending += cast("BaseExceptionGroup[BaseException]", current).exceptions
+        else:
+            found.append(current)
+        pending += [link for link in (current.__cause__, current.__context__) if link is not None]
+    return found
+
+
+def tail_of(text: str) -> str:
+    """The last lines of a log, on one line."""
+    lines = [line.strip() for line in text.splitlines() if line.strip()][-TAIL_LINES:]
+    joined = " | ".join(lines)
+    return joined if len(joined) <= TAIL_CHARACTERS else f"…{joined[-TAIL_CHARACTERS:]}"
+
+
+def diagnose(evidence: Evidence) -> str:
+    """One sentence; secrets are taken out of it."""
+    sentence = _url(evidence) if evidence.server.url else _command(evidence)
+    return evidence.hide.text(" ".join(sentence.split()))
+
+
+def _command(evidence: Evidence) -> str:
+    server = f"the server {evidence.server.name!r}"
+    spawn = next((error for error in evidence.errors if isinstance(error, OSError) and not isinstance(error, ConnectionError)), None)
+    if spawn is not None and evidence.exit_code is None:
+        return _not_started(evidence, server, spawn)
+    last = f"; its last lines: {evidence.tail}" if evidence.tail else "; it wrote nothing to its log"
+    shown = f", and wrote to its output: {evidence.output}" if evidence.output else ""
+    if evidence.exit_code is not None:
+        return f"{server} ended with {_ending(evidence.exit_code)} before it spoke MCP{shown}{_advice(evidence.tail)}{last}"
+    if evidence.timed_out:
+        waited = f"did not answer the MCP handshake within {evidence.server.connect_seconds:g} s"
+        return f"{server} {waited}{shown}; is `{_shown(evidence)}` an MCP server on stdio?{_logged(evidence)}"
+    return f"{server} speaks no MCP that can be understood: {_reason(evidence)}{shown}{_logged(evidence)}"
+
+
+def _not_started(evidence: Evidence, server: str, error: OSError) -> str:
+    program = evidence.command[0] if evidence.command else ""
+    if evidence.cwd is not None and not evidence.cwd.is_dir():
+        return f"{server} cannot start, because its working directory {evidence.cwd} does not exist"
+    found = shutil.which(program, path=evidence.path)
+    if found is None and not (os.sep in program and Path(program).exists()):
+        where = "" if os.sep in program else " on PATH"
+        return f"{server} cannot start, because there is no command {program!r}{where}"
+    if isinstance(error, PermissionError):
+        return f"{server} cannot start, because {program} may not be executed"
+    return f"{server} cannot start {program}: {error.strerror or error}"
+
+
+def _ending(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    try:
+        return f"signal {signal.Signals(-code).name}"
+    except ValueError:
+        return f"signal {-code}"
+
+
+def _advice(tail: str) -> str:
+    if _OLD_SDK.search(tail):
+        return '; it was written for an older MCP SDK: install it in an environment of its own together with "mcp<2"'
+    if match := _VARIABLE.search(tail):
+        name = match[1] or match[2] or match[3]
+        return f"; it seems to need the environment variable {name}: give it with --env {name}=…, or in env"
+    return ""
+
+
+def _logged(evidence: Evidence) -> str:
+    return f"; its last lines: {evidence.tail}" if evidence.tail else ""
+
+
+def _shown(evidence: Evidence) -> str:
+    return shlex.join(evidence.command or evidence.server.command)
+
+
+def _url(evidence: Evidence) -> str:
+    url = public_url(evidence.server.url or "")
+    server = f"the server {evidence.server.name!r} at {url}"
+    if evidence.status in (401, 403):
+        given = evidence.server.bearer_env or evidence.server.headers
+        want = "the token or header it was given is not accepted" if given else "it wants a bearer token (bearer_env) or a header"
+        return f"{server} refused access with HTTP status {evidence.status}: {want}"
+    tls = next((error for error in evidence.errors if isinstance(error, ssl.SSLError)), None)
+    if tls is not None or "CERTIFICATE_VERIFY" in " ".join(map(str, evidence.errors)):
+        return f"{server} cannot be trusted, because the TLS connection failed: {tls.reason if tls is not None else _reason(evidence)}"
+    refused = next((error for error in evidence.errors if type(error).__name__ in ("ConnectError", "ConnectTimeout")), None)
+    if refused is not None:
+        return f"nothing answers at {url} for the server {evidence.server.name!r}: {refused}"
+    if evidence.timed_out:
+        return f"{server} did not answer the MCP handshake within {evidence.server.connect_seconds:g} s"
+    if evidence.status is not None:
+        kind = (
+            "an SSE server wants its own address, often ending in /sse" if evidence.server.transport == "http" else "is it an SSE server?"
+        )
+        hint = f": is the path right? {kind}" if evidence.status in (404, 405, 406, 415) else ""
+        return f"{server} answered with HTTP status {evidence.status} instead of MCP{hint}"
+    return f"{server} speaks no MCP that can be understood: {_reason(evidence)}"
+
+
+def _reason(evidence: Evidence) -> str:
+    """The most telling of the errors."""
+    if not evidence.errors:
+        return "it closed the connection"
+    told = [error for error in evidence.errors if str(error)]
+    error = told[0] if told else evidence.errors[0]
+    if type(error).__name__ == "ValidationError":
+        return f"its answer is not what the protocol asks for ({str(error).splitlines()[0]})"
+    return str(error) or type(error).__name__
