@@ -40,10 +40,10 @@ class ToolRecording:
         # Also where the loop ends before the task ran once: nobody may wait for it any longer.
         task.add_done_callback(lambda _: done.done() or done.set_result(None))
 
-    async def drain(self, seconds: float = DRAIN_SECONDS) -> None:
-        """Return when every event handed over so far is sent or has failed, at the latest after `seconds`."""
-        if self._last is not None and not await _wait(self._last, seconds):
-            self._failed(f"not sent within {seconds:g} s")
+    async def drain(self) -> None:
+        """Return when every event handed over so far is sent or has failed, at the latest after DRAIN_SECONDS."""
+        if self._last is not None and not await _wait(self._last, DRAIN_SECONDS):
+            self._failed(f"not sent within {DRAIN_SECONDS:g} s")
 
     async def _record(self, before: Future[None] | None, make: Callable[[], ToolEvent], done: Future[None]) -> None:
         try:

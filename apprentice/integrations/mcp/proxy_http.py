@@ -49,9 +49,18 @@ async def serve_http(session: Session, port: int, ready: Callable[[str], None]) 
     with listening:
         listening.listen(128)
         async with anyio.create_task_group() as group:
-            server = _Server(uvicorn.Config(_App(session, group), log_level="error", lifespan="off", timeout_graceful_shutdown=1))
+            server = _Server(uvicorn.Config(_App(session, group), log_level="critical", lifespan="off", timeout_graceful_shutdown=1))
+
+            async def listen() -> None:
+                with anyio.CancelScope(shield=True):  # it ends when told to, or the loop would keep watching a closed socket
+                    await server.serve(sockets=[listening])
+
+            group.start_soon(listen)
             ready(f"http://127.0.0.1:{listening.getsockname()[1]}{PATH}")
-            await server.serve(sockets=[listening])
+            try:
+                await anyio.sleep_forever()
+            finally:
+                server.should_exit = True
 
 
 class _Server(uvicorn.Server):

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import anyio
+
 from ...core.client.api import ControlApi, checked_name
 from ...core.client.backends import API_KEY_VARIABLE
 from ...core.client.model import parse_policy
@@ -85,9 +87,10 @@ class SessionRecords:
         if not self._opened or self._fresh is None:
             return
         try:
-            async with asyncio.timeout(DRAIN_SECONDS):
-                await self._fresh.drain()
-                await self._to.api.finish(self._fresh.trajectory_id, FinishTrajectory())
+            with anyio.CancelScope(shield=True):  # also when the proxy is being stopped
+                async with asyncio.timeout(DRAIN_SECONDS):
+                    await self._fresh.drain()
+                    await self._to.api.finish(self._fresh.trajectory_id, FinishTrajectory())
         except (ApprenticeError, TimeoutError) as error:
             logger.warning("trajectory %s could not be finished: %s", self._fresh.trajectory_id, error)
 
