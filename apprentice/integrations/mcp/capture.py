@@ -164,7 +164,8 @@ class Calls:
         elif isinstance(message, JSONRPCError):
             call = self._take(message.id)
             if call is not None:
-                self._record(call, "protocol_error", message.error.message)
+                why = message.error.message or "the server refused the request"
+                self._record(call, "protocol_error", f"{why} (error {message.error.code})")  # as `McpSession` says it
 
     def _take(self, identity: object) -> _Call | None:
         """The open call of this id. Servers that turn a number into its digits are understood, as the SDK does."""

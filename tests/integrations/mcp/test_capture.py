@@ -50,7 +50,7 @@ async def test_every_tool_call_is_in_the_ambient_trajectory_with_outcome_and_tim
     assert facts(server.stored(t.id)) == [
         ("echo", {"value": "hi"}, "ok", 'echo {"value": "hi"}'),
         ("fail", {}, "tool_error", "no such city"),
-        ("refuse", {"x": 1}, "protocol_error", "Unknown tool: refuse"),
+        ("refuse", {"x": 1}, "protocol_error", "Unknown tool: refuse (error -32602)"),
         ("count", {}, "ok", "1"),
     ]
     assert all(0 < event.seconds < 60 for event in events)
