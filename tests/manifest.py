@@ -18,6 +18,7 @@ class Promise(NamedTuple):
 
 
 CLIENT, SERVER, ENGINES, TRAINING = "core/client", "core/server", "core/engines", "core/training"
+MCP = "integrations/mcp"
 
 MANIFEST: tuple[Promise, ...] = (
     Promise(
@@ -183,5 +184,33 @@ MANIFEST: tuple[Promise, ...] = (
     Promise("local-first", "any bind but loopback needs a key", "README", (f"{SERVER}/test_auth.py",)),
     Promise("command-line", "errors of the command are one sentence and exit code 2", "README", ("test_cli.py",)),
     Promise("docs-are-true", "tables, links and code of the docs agree with the code", "CONTRIBUTING", ("test_docs.py",)),
+    Promise(
+        "mcp-tools-readable",
+        "any server's tools become functions whose names lead back, with schemas that a model can read",
+        "docs/mcp.md",
+        (f"{MCP}/test_tools.py",),
+    ),
+    Promise(
+        "mcp-honest-outcomes",
+        "a failure that a server calls a success is told apart, and a normal result is not taken for one",
+        "docs/mcp.md",
+        (f"{MCP}/test_results.py", f"{MCP}/test_hostile_servers.py::test_failures_called_successes_are_told_apart"),
+    ),
+    Promise(
+        "mcp-hostile-servers",
+        "nothing that an MCP server does breaks a rollout or leaves a process behind",
+        "docs/mcp.md",
+        (f"{MCP}/test_hostile_servers.py",),
+    ),
+    Promise(
+        "mcp-captured", "`captured(transport)` records every tool call and changes nothing else", "docs/mcp.md", (f"{MCP}/test_capture.py",)
+    ),
+    Promise("mcp-proxy", "the proxy is the server to its host, and records every tool call", "docs/mcp.md", (f"{MCP}/test_proxy.py",)),
+    Promise(
+        "mcp-same-events",
+        "a task leaves the same tool events by our loop, captured, and through the proxy",
+        "docs/mcp.md",
+        (f"{MCP}/test_same_events.py",),
+    ),
     Promise("thin-client", "`import apprentice` needs only httpx and pydantic", "DESIGN 2", ("test_import_rules.py",)),
 )
