@@ -310,6 +310,45 @@ async def test_after_a_signal_everything_is_recorded_and_no_process_is_left(serv
     process.stdout.close()
 
 
+async def test_a_killed_proxy_leaves_no_server_behind(server: ClientServer, tmp_path: Path) -> None:
+    params = proxy_params(
+        mcp_servers.hostile("ignores_stdin_end"), APPRENTICE_URL=server.url, APPRENTICE_TRAJECTORY="trj-1", NOTES=str(tmp_path / "notes")
+    )
+    process = subprocess.Popen(  # noqa: ASYNC220  as above
+        [params.command, *params.args], env=params.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    message = {"jsonrpc": "2.0", "id": 1, "method": "initialize", "params": {"protocolVersion": "2025-06-18", "capabilities": {}}}
+    process.stdin.write(json.dumps(message).encode() + b"\n")
+    process.stdin.flush()
+    assert json.loads(await asyncio.to_thread(process.stdout.readline))["id"] == 1
+    tree = psutil.Process(process.pid).children(recursive=True)
+    assert any("ignores_stdin_end" in " ".join(child.cmdline()) for child in tree)
+    process.kill()
+    process.wait()
+    assert eventually(lambda: not any(child.is_running() and child.status() != psutil.STATUS_ZOMBIE for child in tree))
+    process.stdin.close()
+    process.stdout.close()
+
+
+async def test_a_url_is_captured_for_each_caller_by_itself(server: ClientServer) -> None:
+    """Over streamable HTTP a message is posted in a task of the transport; the caller's trajectory goes with it all the same."""
+    model = await server.model()
+    plain = parse_server(shlex.join(mcp_servers.hostile("plain")))
+    async with http_proxy(plain, APPRENTICE_URL=server.url, APPRENTICE_POLICY=model.policy) as url, Client(captured(url)) as client:
+
+        async def rollout(value: str) -> str:
+            async with model.trajectory() as t:
+                await client.call_tool("echo", {"value": value})
+            return t.id
+
+        ids = await asyncio.gather(*(rollout(value) for value in "abc"))
+    assert [[event.arguments for event in server.stored(identity).tool_events] for identity in ids] == [
+        [{"value": value}] for value in "abc"
+    ]
+
+
 @pytest.mark.parametrize(
     ("environment", "port", "sentence"),
     [
