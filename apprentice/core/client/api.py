@@ -102,6 +102,11 @@ class ControlApi:
         await self._send(f"/api/trajectories/{trajectory_id}/fail", body)
 
     async def submit(self, body: GrpoJob | SftJob, idempotency_key: str) -> TrainJob:
+        if not re.fullmatch("[!-~]{1,200}", idempotency_key):
+            raise InvalidRequest(
+                f"an idempotency key has 1 to 200 printable ASCII characters and no spaces, got {idempotency_key!r}",
+                param="idempotency_key",
+            )
         return await self._post(JOB, "/api/train-jobs", body, headers={"idempotency-key": idempotency_key})
 
     async def job(self, job_id: str) -> TrainJob:

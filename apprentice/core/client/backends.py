@@ -9,7 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Protocol, Self
 
-from ..errors import ServerUnavailable
+from ..errors import ConfigError, ServerUnavailable
 from .api import ControlApi
 from .local_server import LocalServer, local_server, release
 from .transport import Limits, RetryPolicy, Transport
@@ -86,7 +86,10 @@ class LocalBackend(_Closing):
         limits: Limits | None = None,
     ) -> None:
         options = {"--device": device, "--dtype": dtype, "--kv-cache-tokens": kv_cache_tokens, "--threads": threads}
-        self.home = Path(path).expanduser().absolute()
+        try:
+            self.home = Path(path).expanduser().resolve()
+        except (OSError, RuntimeError, ValueError) as cause:  # a zero byte, an unknown user, a circle of links
+            raise ConfigError(f"{str(path)!r} cannot be the home of a server: {cause}", param="path") from cause
         self._serve_args = tuple(text for name, value in options.items() if value is not None for text in (name, str(value)))
         self._limits = limits
         self._server: LocalServer | None = None

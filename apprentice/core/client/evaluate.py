@@ -78,7 +78,10 @@ async def apply_reward(reward: RewardFunction | None, groups: list[TrajectoryGro
     found = reward(groups)
     scored = await found if inspect.isawaitable(found) else found
     before = [[trajectory.id for trajectory in group.trajectories] for group in groups]
-    after = [[trajectory.id for trajectory in group.trajectories] for group in scored]
+    try:
+        after = [[trajectory.id for trajectory in group.trajectories] for group in scored]
+    except (AttributeError, TypeError):  # something else than groups
+        after = None
     if before != after:
         raise RolloutError("the reward function must return the same groups with the same trajectories, in their order")
     return scored

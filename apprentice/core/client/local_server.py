@@ -37,8 +37,11 @@ class LocalServer:
         self._owner = os.getpid()
         self._ready_file = home / f"ready-{os.getpid()}-{secrets.token_hex(4)}.json"
         self._stopped = False
-        home.mkdir(parents=True, exist_ok=True)
-        self._process = self._spawn()
+        try:
+            home.mkdir(parents=True, exist_ok=True)
+            self._process = self._spawn()
+        except (OSError, ValueError) as cause:  # no folder, no log file, no process; or a name that cannot be one
+            raise ServerStartError(f"the server for {str(home)!r} could not be started: {cause}") from cause
         try:
             self.url = self._wait_until_ready()
         except BaseException:

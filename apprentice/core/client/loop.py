@@ -134,7 +134,10 @@ class TrainingLoop:
 
     async def run(self) -> LoopResult:
         """Run to the end, from the start or from where the last run in `run_dir` was stopped."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except (OSError, ValueError) as cause:
+            raise ConfigError(f"the run's folder {str(self.run_dir)!r} cannot be made: {cause}", param="run_dir") from cause
         with exclusive(self.run_dir):
             return await self._run()
 

@@ -168,25 +168,16 @@ class TrajectoryScope:
         scenario_id = self.scenario.id if self.scenario else None
         self._opened_with = json_object(self.metadata, "metadata")
         body = OpenTrajectory(id=self.id, policy=self.policy, scenario_id=scenario_id, group_id=self.group_id, metadata=self._opened_with)
-        opening = asyncio.ensure_future(self._model.api.open_trajectory(body))
         try:
-            await asyncio.shield(opening)
-        except InfrastructureError as error:  # the server may have opened it all the same
+            await self._model.api.open_trajectory(body)
+        except (InfrastructureError, asyncio.CancelledError) as error:  # the server may have opened it all the same
             self._unheard = FailTrajectory(error=self._sentence(error))
-            raise
-        except asyncio.CancelledError as error:
-            await self._end_once_open(opening, error)
+            if isinstance(error, asyncio.CancelledError):
+                with contextlib.suppress(ApprenticeError, TimeoutError):
+                    async with asyncio.timeout(CLOSE_SECONDS):
+                        await self.tell_again()
             raise
         self.status = TrajectoryStatus.open
-
-    async def _end_once_open(self, opening: asyncio.Future[None], error: asyncio.CancelledError) -> None:
-        """The rollout was cancelled while this was being opened: what the server opens is failed there."""
-        self._unheard = FailTrajectory(error=self._sentence(error))
-        await asyncio.wait([opening], timeout=CLOSE_SECONDS)
-        if not opening.done():
-            opening.cancel()
-        elif not opening.cancelled() and opening.exception() is None:
-            await self._fail(error)
 
     async def close(self, error: BaseException | None = None) -> None:
         """Finish, or fail with `error`'s sentence. A failed end is added to `error` as a note, never raised over it."""

@@ -251,6 +251,8 @@ class Transport:
         diagnose: Callable[[], ApprenticeError | None] | None = None,
     ) -> None:
         self.url = parse_url(url)
+        if api_key is not None and not (api_key.isascii() and api_key.isprintable()):
+            raise ConfigError("the API key must consist of printable ASCII characters", param="api_key")
         self.api_key = api_key
         self.retry = retry or RetryPolicy()
         self.pool = LoopTransport(self.url, limits)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import re
 from collections import UserDict
@@ -19,11 +20,28 @@ def finite(value: SupportsFloat, what: str) -> float:
     """The number as float; InvalidRequest if it is not a finite number."""
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise InvalidRequest(f"{what} must be a finite number, got {value!r}", param=what)
+        raise InvalidRequest(f"{what} must be a finite number, got {shown(value)}", param=what)
     return number
+
+
+def shown(value: object, limit: int = 80) -> str:
+    """A value in a message: its `repr`, cut."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of thousands of digits
+        text = f"a {type(value).__name__}"
+    return text if len(text) <= limit else f"{text[:limit]}…"
+
+
+def check_text(text: str, what: str) -> None:
+    """InvalidRequest for a lone surrogate, which no UTF-8 can spell."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as cause:
+        raise InvalidRequest(f"{what} holds a lone surrogate, which is no Unicode text", param=what) from cause
 
 
 class Numbers(UserDict[str, float]):
@@ -34,6 +52,7 @@ class Numbers(UserDict[str, float]):
         super().__init__()
 
     def __setitem__(self, key: str, item: SupportsFloat) -> None:
+        check_text(key, f"the name in {self._what}[{key!r}]")
         super().__setitem__(key, finite(item, f"{self._what}[{key!r}]"))
 
 
@@ -47,7 +66,9 @@ def sentence(error: BaseException) -> str:
 def json_object(value: Mapping[str, Any], what: str) -> JsonObject:
     """The mapping, if it is JSON; InvalidRequest otherwise."""
     try:
-        return TypeAdapter(JsonObject).validate_python(dict(value))
+        found = TypeAdapter(JsonObject).validate_python(dict(value))
+        check_text(json.dumps(found, ensure_ascii=False), what)
+        return found
     except ValidationError as cause:
         first = cause.errors()[0]
         where = ".".join(map(str, first["loc"])) or what
@@ -74,6 +95,7 @@ def as_scenarios(values: Iterable[object]) -> list[Scenario]:
             raise InvalidRequest(
                 f"scenario {index} must be a Scenario or a JSON value, got {type(value).__name__}", param="scenarios"
             ) from cause
+        check_text(json.dumps(anonymous.input, ensure_ascii=False), f"scenario {index}")
         digest = hashlib.sha256(anonymous.model_dump_json().encode()).hexdigest()[:16]
         scenarios.append(anonymous.model_copy(update={"id": f"scn-{digest}"}))
     return scenarios

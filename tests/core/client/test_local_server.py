@@ -17,7 +17,7 @@ from support.small_registry import eventually
 from apprentice import LocalBackend, TrainableModel
 from apprentice.core.client import local_server
 from apprentice.core.client.lifeline import announce_ready, end_with_parent, read_ready
-from apprentice.core.errors import ServerStartError, ServerUnavailable
+from apprentice.core.errors import ConfigError, ServerStartError, ServerUnavailable
 from apprentice.core.server.ledger import Ledger
 
 SMALL: dict[str, Any] = {"device": "cpu", "threads": 1, "kv_cache_tokens": 2048}
@@ -149,3 +149,17 @@ def test_a_process_ends_when_the_watched_one_does(pidfd: bool, stubborn: bool) -
 def test_the_lifeline_does_not_end_a_process_whose_parent_lives() -> None:
     assert end_with_parent(os.getpid()).is_alive()
     assert asyncio.run(asyncio.sleep(0, True))
+
+
+@pytest.mark.parametrize("name", ["file", "file/below", "x" * 300])
+async def test_a_home_that_cannot_be_a_folder_is_refused_in_one_sentence(tmp_path: Path, name: str) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ServerStartError, match="could not be started") as refused:
+        await LocalBackend(tmp_path / name).connect()
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("name", ["a\0b", "~nobody-of-this-name/x"])
+def test_a_home_that_is_no_path_is_refused_in_one_sentence(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be the home of a server"):
+        LocalBackend(name)

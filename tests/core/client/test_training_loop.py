@@ -317,6 +317,10 @@ async def test_wrong_settings_are_refused_in_one_sentence(server: ClientServer, 
         make_loop(model, tmp_path, group_size=1)
     with pytest.raises(InvalidRequest, match="eval_every must be at least 1"):
         make_loop(model, tmp_path, eval_every=0)
+    (tmp_path / "file").write_text("")
+    for run_dir in ("file", "file/below", "x" * 300, "a\0b"):
+        with pytest.raises(ConfigError, match="cannot be made"):
+            await make_loop(model, tmp_path / run_dir).run()
 
 
 @given(st.integers(1, 7), st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 3))

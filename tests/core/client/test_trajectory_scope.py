@@ -12,6 +12,7 @@ from support.client_server import ClientServer, client_server
 
 from apprentice import Scenario, current_trajectory
 from apprentice.core.client.scope import INTERRUPTED
+from apprentice.core.client.values import as_scenarios
 from apprentice.core.errors import InvalidRequest, ServerUnavailable, TrajectoryStateError, UnknownTrajectory
 from apprentice.core.records import TrajectoryStatus
 
@@ -35,7 +36,7 @@ async def test_a_finished_scope_is_recorded_with_its_reward_metrics_and_metadata
     assert t.record().model_copy(update={"created_at": 0.0}) == stored.model_copy(update={"created_at": 0.0, "finished_at": None})
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, "1.0", None.__class__, [1]])
+@pytest.mark.parametrize("bad", [10**400, math.nan, math.inf, -math.inf, "1.0", None.__class__, [1]])
 async def test_a_reward_that_is_no_finite_number_is_refused_at_once(server: ClientServer, bad: object) -> None:
     model = await server.model()
     async with model.trajectory() as t:
@@ -152,3 +153,14 @@ def test_a_model_without_a_backend_says_what_to_do() -> None:
 
     with pytest.raises(ServerUnavailable, match="register"):
         TrainableModel("mail", "agent", "tiny").trajectory().base_url  # noqa: B018
+
+
+async def test_a_lone_surrogate_in_a_key_is_refused_and_never_changed_in_silence(server: ClientServer) -> None:
+    model = await server.model()
+    with pytest.raises(InvalidRequest, match="lone surrogate"):
+        await model.trajectory(metadata={"\ud800": 1}).open()
+    async with model.trajectory() as t:
+        with pytest.raises(InvalidRequest, match="lone surrogate"):
+            t.metrics["\ud800"] = 1.0
+    with pytest.raises(InvalidRequest, match="scenario 0 holds a lone surrogate"):
+        as_scenarios([{"\ud800": "x"}])

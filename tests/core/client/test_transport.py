@@ -12,6 +12,7 @@ import pytest
 from support.client_server import QUICK, ClientServer, client_server
 
 from apprentice.core.client.api import ControlApi, checked_name
+from apprentice.core.client.backends import RemoteBackend
 from apprentice.core.client.transport import Limits, LoopTransport, RetryPolicy, Transport, environment_proxy, parse_url
 from apprentice.core.errors import AuthenticationError, ConfigError, InvalidRequest, NotFound, QueueFull, ServerUnavailable, UnknownJob
 
@@ -178,3 +179,16 @@ def test_a_proxy_of_the_environment_is_used_for_others_and_never_for_loopback(mo
 def test_an_id_that_is_no_name_never_reaches_a_path(name: str) -> None:
     with pytest.raises(InvalidRequest, match="an id has letters"):
         checked_name(name)
+
+
+@pytest.mark.parametrize("key", ["ä" * 20, "\ud800", "a-key\n"])
+def test_a_key_that_no_header_can_carry_is_refused_before_anything_is_sent(key: str) -> None:
+    with pytest.raises(ConfigError, match="printable ASCII"):
+        RemoteBackend("http://127.0.0.1:7474", api_key=key)
+
+
+@pytest.mark.parametrize("key", ["\ud800", "a b", "x" * 201, "line\n"])
+async def test_an_idempotency_key_that_no_header_can_carry_is_refused(server: ClientServer, key: str) -> None:
+    model = await server.model()
+    with pytest.raises(InvalidRequest, match="an idempotency key has"):
+        await model.train_sft([{"messages": []}], idempotency_key=key, progress=False)
