@@ -146,28 +146,37 @@ def violations(schema: JsonValue, arguments: JsonValue) -> list[str]:
     """What is wrong with `arguments` by the server's own `schema`, one sentence each; nothing if the schema itself is wrong."""
     if not isinstance(arguments, dict):
         return [f"the arguments must be an object, got {_kind(arguments)}"]
-    return _ask(schema, arguments)[0]
+    if not isinstance(schema, dict) or _fault(text := _as_text(schema)) is not None:
+        return []
+    return _ask(text, arguments)[0]
 
 
 def schema_fault(schema: JsonValue) -> str | None:
     """Why `schema` cannot be asked about arguments, as one sentence; None if it can."""
     if not isinstance(schema, dict):
         return f"the input schema must be an object, got {_kind(schema)}"
-    return _ask(schema, {})[1]
+    return _fault(_as_text(schema))
 
 
-def _ask(schema: JsonValue, arguments: JsonObject) -> tuple[list[str], str | None]:
+def _as_text(schema: JsonObject) -> str:
+    """The key under which a schema is known: checking one takes longer than most tool calls."""
+    return json.dumps({**schema, "type": "object"})
+
+
+@lru_cache(maxsize=256)
+def _fault(text: str) -> str | None:
+    return _ask(text, {})[1]
+
+
+def _ask(text: str, arguments: JsonObject) -> tuple[list[str], str | None]:
     """The violations, and why the schema could not be asked."""
-    if not isinstance(schema, dict) or not schema:
-        return [], None
     import re
 
     from jsonschema.exceptions import SchemaError, UnknownType
     from referencing.exceptions import Unresolvable
 
     try:
-        validator = _validator(json.dumps({**schema, "type": "object"}))
-        errors = sorted(validator.iter_errors(arguments), key=lambda error: [str(part) for part in error.absolute_path])
+        errors = sorted(_validator(text).iter_errors(arguments), key=lambda error: [str(part) for part in error.absolute_path])
         return [_sentence(error) for error in errors], None
     except SchemaError as error:
         return [], f"the input schema is not valid: {_short(error.message)}"
@@ -180,7 +189,6 @@ def _ask(schema: JsonValue, arguments: JsonObject) -> tuple[list[str], str | Non
 
 @lru_cache(maxsize=256)
 def _validator(text: str) -> Any:  # Any: jsonschema's validator classes have no common type
-    """Keyed by the schema's text: checking a schema takes longer than most tool calls."""
     from jsonschema import Draft202012Validator
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY  # pyright: ignore[reportMissingTypeStubs]
