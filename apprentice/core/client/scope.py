@@ -35,6 +35,9 @@ TRAJECTORY_HEADER = "x-apprentice-trajectory"
 CLOSE_SECONDS = 10.0
 """How long a cancelled rollout may take to tell the server."""
 
+LATE_SECONDS = (0.0, 0.05, 0.2)
+"""Pauses after which a cancelled opening is looked for on the server."""
+
 INTERRUPTED = "interrupted: "
 """Begins the error of a trajectory whose rollout ended for no fault of its own: a resumed run tries it again."""
 
@@ -173,11 +176,18 @@ class TrajectoryScope:
         except (InfrastructureError, asyncio.CancelledError) as error:  # the server may have opened it all the same
             self._unheard = FailTrajectory(error=self._sentence(error))
             if isinstance(error, asyncio.CancelledError):
-                with contextlib.suppress(ApprenticeError, TimeoutError):
-                    async with asyncio.timeout(CLOSE_SECONDS):
-                        await self.tell_again()
+                await self._take_back_opening()
             raise
         self.status = TrajectoryStatus.open
+
+    async def _take_back_opening(self) -> None:
+        """Fail what a cancelled request has opened or is about to open: it may arrive after the one that follows it here."""
+        with contextlib.suppress(ApprenticeError, TimeoutError):
+            async with asyncio.timeout(CLOSE_SECONDS):
+                for wait in LATE_SECONDS:
+                    await asyncio.sleep(wait)
+                    if await self.tell_again():
+                        return
 
     async def close(self, error: BaseException | None = None) -> None:
         """Finish, or fail with `error`'s sentence. A failed end is added to `error` as a note, never raised over it."""
@@ -214,12 +224,17 @@ class TrajectoryScope:
         """Whether it may be open on the server though it has ended here, because the server did not answer."""
         return self._unheard is not None
 
-    async def tell_again(self) -> None:
-        """Fail it on the server, if that did not hear its end."""
+    async def tell_again(self) -> bool:
+        """Fail it on the server, if that did not hear its end. False if the server does not know it."""
         if self._unheard is not None:
-            with contextlib.suppress(UnknownTrajectory, Conflict):  # it was never opened there, or it has ended there
+            try:
                 await self._model.api.fail(self.id, self._unheard)
+            except UnknownTrajectory:
+                return False
+            except Conflict:  # it has ended there
+                pass
             self._unheard = None
+        return True
 
     def _sentence(self, error: BaseException) -> str:
         if isinstance(error, asyncio.CancelledError):
