@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import httpx2
     from mcp import Client
     from mcp.client._transport import TransportStreams
-    from mcp.client.session import ClientRequestContext, IncomingMessage
+    from mcp.client.session import ClientRequestContext
     from mcp_types import ElicitRequestParams, ElicitResult
 
 HTTP_SECONDS = 30.0
@@ -65,7 +65,6 @@ class Wire:
                 mode=mode,
                 read_timeout_seconds=max(self.server.connect_seconds, self.server.call_seconds),
                 elicitation_callback=self._elicited,
-                message_handler=self._told,
                 client_info=Implementation(name="apprentice", version="1"),
                 cache=None,
             )
@@ -135,20 +134,17 @@ class Wire:
             return ElicitResult(action="decline")
         return ElicitResult(action="accept", content=content)
 
-    async def _told(self, message: IncomingMessage) -> None:
-        method = getattr(message, "method", None)
-        if method == "notifications/tools/list_changed":
-            self.repairs.add("the server changed its tool list during the session, and the one from its start was kept")
-
 
 def defaults_of(schema: JsonObject) -> Any:  # Any: the SDK's union of scalars
-    """A form's content from its defaults; None if a required field has none."""
+    """A form's content from its defaults; None if a required field has none that a form can hold."""
     properties = schema.get("properties")
     fields: JsonObject = properties if isinstance(properties, dict) else {}
     required = schema.get("required")
-    content: dict[str, JsonValue] = {
-        name: field["default"] for name, field in fields.items() if isinstance(field, dict) and "default" in field
-    }
+    content: dict[str, JsonValue] = {}
+    for name, field in fields.items():
+        default = field.get("default") if isinstance(field, dict) else None
+        if isinstance(default, str | int | float) or (isinstance(default, list) and all(isinstance(item, str) for item in default)):
+            content[name] = default
     if isinstance(required, list) and any(name not in content for name in required):
         return None
     return content

@@ -17,10 +17,15 @@ from .spec import McpServer
 
 TAIL_LINES = 6
 TAIL_CHARACTERS = 600
-_OLD_SDK = re.compile(
-    r"(?:No module named|cannot import name) .{0,60}\bmcp\b|from 'mcp[.']|No module named 'mcp\.|'Server' object has no attribute"
-    r"|module 'mcp[\w.]*' has no attribute|fastmcp\.[\w.]+' *has no attribute"
-)
+_OLD = {
+    "mcp<2": re.compile(
+        r"No module named 'mcp[.']|cannot import name .{0,60} from 'mcp[.']|module 'mcp[.\w]*' has no attribute"
+        r"|'Server' object has no attribute|Server\.__init__\(\) (?:got|missing|takes)"
+    ),
+    "fastmcp<4": re.compile(
+        r"No module named 'fastmcp\.|cannot import name .{0,60} from 'fastmcp[.']|module 'fastmcp[.\w]*' has no attribute"
+    ),
+}
 _NAME = r"\b([A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+)\b"
 _VARIABLE = re.compile(
     _NAME + r"[^\n]{0,60}\b(?:required|must be (?:set|provided)|not (?:set|found|provided|defined|configured)|missing|undefined|unset)\b"
@@ -89,7 +94,7 @@ def _command(evidence: Evidence) -> str:
     last = f"; its last lines: {evidence.tail}" if evidence.tail else "; it wrote nothing to its log"
     shown = f", and wrote to its output: {evidence.output}" if evidence.output else ""
     if evidence.exit_code is not None:
-        return f"{server} ended with {_ending(evidence.exit_code)} before it spoke MCP{shown}{_advice(evidence.tail)}{last}"
+        return f"{server} ended with {ending(evidence.exit_code)} before it spoke MCP{shown}{_advice(evidence.tail)}{last}"
     if evidence.timed_out:
         waited = f"did not answer the MCP handshake within {evidence.server.connect_seconds:g} s"
         return f"{server} {waited}{shown}; is `{_shown(evidence)}` an MCP server on stdio?{_logged(evidence)}"
@@ -109,7 +114,7 @@ def _not_started(evidence: Evidence, server: str, error: OSError) -> str:
     return f"{server} cannot start {program}: {error.strerror or error}"
 
 
-def _ending(code: int) -> str:
+def ending(code: int) -> str:
     if code >= 0:
         return f"exit code {code}"
     try:
@@ -119,8 +124,9 @@ def _ending(code: int) -> str:
 
 
 def _advice(tail: str) -> str:
-    if _OLD_SDK.search(tail):
-        return '; it was written for an older MCP SDK: install it in an environment of its own together with "mcp<2"'
+    for version, sign in _OLD.items():
+        if sign.search(tail):
+            return f'; it was written for an older MCP SDK: install it in an environment of its own together with "{version}"'
     if match := _VARIABLE.search(tail):
         name = match[1] or match[2] or match[3]
         return f"; it seems to need the environment variable {name}: give it with --env {name}=…, or in env"
@@ -151,10 +157,8 @@ def _url(evidence: Evidence) -> str:
     if evidence.timed_out:
         return f"{server} did not answer the MCP handshake within {evidence.server.connect_seconds:g} s"
     if evidence.status is not None:
-        kind = (
-            "an SSE server wants its own address, often ending in /sse" if evidence.server.transport == "http" else "is it an SSE server?"
-        )
-        hint = f": is the path right? {kind}" if evidence.status in (404, 405, 406, 415) else ""
+        other = "an SSE server (transport sse)" if evidence.server.transport == "http" else "a streamable-HTTP server (transport http)"
+        hint = f"; check its path, and whether it is {other}" if evidence.status in (400, 404, 405, 406, 415) else ""
         return f"{server} answered with HTTP status {evidence.status} instead of MCP{hint}"
     return f"{server} speaks no MCP that can be understood: {_reason(evidence)}"
 

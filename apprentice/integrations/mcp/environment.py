@@ -32,6 +32,8 @@ NAMED_TOOLS = 20
 """So many names are told to a model that called a tool which does not exist."""
 _BLOCKING = re.compile(r"is a required property|required argument is missing|is not of type|is not valid under any of the given schemas")
 """Breaches that a server cannot but refuse; by the validator's own words."""
+STARTS_PER_PROCESSOR = 4
+"""Starting is work for a processor, with pauses; on a machine that others use too, fewer get less of it than is theirs."""
 READ_RESOURCES = 50
 """So many resources are part of a state."""
 
@@ -151,7 +153,7 @@ class SessionPool:
     """Sessions for rollouts, each fresh: `async with SessionPool(servers) as pool: async with pool.environment() as env: …`.
 
     `warm`: sessions of each server that are kept ready in advance. `starts`: servers that may start at the same time (default:
-    the number of processors; starting is work for them). `resources`: models get tools to read resources and prompts.
+    four per processor). `resources`: models get tools to read resources and prompts.
     A server with `isolation="shared"` has one session, and all environments have it.
     """
 
@@ -165,7 +167,7 @@ class SessionPool:
             raise ConfigError(f"a pool needs warm of at least 0 and starts of at least 1, got warm={warm}, starts={starts}", param="warm")
         self.servers = tuple(servers)
         self._warm, self._documents = warm, resources
-        self._starts = asyncio.Semaphore(starts or processors())
+        self._starts = asyncio.Semaphore(starts or STARTS_PER_PROCESSOR * processors())
         self._ready: dict[str, deque[asyncio.Task[McpSession]]] = {server.name: deque() for server in servers}
         self._shared: dict[str, asyncio.Task[McpSession]] = {}
         self._lease: Lease | None = None

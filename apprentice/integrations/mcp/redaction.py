@@ -11,15 +11,12 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from contextvars import ContextVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 
 from pydantic import JsonValue
-
-if TYPE_CHECKING:
-    from collections.abc import Generator
 
 MARK = "•••"
 SHORTEST = 4
@@ -28,6 +25,8 @@ _TELLING = re.compile(r"key|token|secret|passw|passphrase|credential|auth|cookie
 _HARMLESS = re.compile(
     r"(?:true|false|yes|no|on|off|none|null|debug|info|warn(?:ing)?|error|production|development|test|utf-?8|utc)", re.IGNORECASE
 )
+_logger = logging.getLogger("apprentice")
+_ours: ContextVar[bool] = ContextVar("apprentice_mcp_ours", default=False)
 _LOGGERS = ("client", "httpx2", "mcp.client.sse", "mcp.client.stdio", "mcp.client.streamable_http", "mcp.shared.jsonrpc_dispatcher")
 
 
@@ -73,21 +72,11 @@ class Redactor:
             return {self.text(key): self._value(item) for key, item in value.items()}
         return value
 
-    @contextmanager
-    def in_logs(self) -> Generator[None]:
-        """While this is open, the loggers of the SDK and its HTTP client do not write these secrets."""
-        if not self.forms:
-            yield
-            return
-        _FILTER.add(self)
-        try:
-            yield
-        finally:
-            _FILTER.remove(self)
-
 
 class _LogFilter(logging.Filter):
-    """One filter for all sessions of the process."""
+    """On the loggers of the SDK and its HTTP client, for all sessions of the process: what the SDK says about ours is kept from the
+    user's console (it is in the session's outcomes and repairs), and no logger writes a secret.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,19 +98,46 @@ class _LogFilter(logging.Filter):
                     logging.getLogger(name).removeFilter(self)
 
     def filter(self, record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        hidden = message
         for redactor in tuple(self._active):
-            message = record.getMessage()
-            hidden = redactor.text(message)
-            if hidden != message:
-                record.msg, record.args = hidden, ()
-            if record.exc_info and not record.exc_text:
-                record.exc_text = logging.Formatter().formatException(record.exc_info)
-            if record.exc_text:
-                record.exc_text = redactor.text(record.exc_text)
+            hidden = redactor.text(hidden)
+        if hidden != message:
+            record.msg, record.args = hidden, ()
+        if record.exc_info and any(redactor.forms for redactor in tuple(self._active)):
+            text = record.exc_text or logging.Formatter().formatException(record.exc_info)
+            for redactor in tuple(self._active):
+                text = redactor.text(text)
+            record.exc_text = text
+        if _ours.get() and not record.name.startswith("httpx2"):
+            _logger.debug("%s: %s", record.name, hidden)
+            return False
         return True
 
 
 _FILTER = _LogFilter()
+
+
+@contextmanager
+def guarded_logs(redactor: Redactor) -> Generator[None]:
+    """While this is open, nothing writes these secrets to a log; what the SDK logs in this task and its children goes to ours, as debug."""
+    _FILTER.add(redactor)
+    token = _ours.set(True)
+    try:
+        yield
+    finally:
+        _ours.reset(token)
+        _FILTER.remove(redactor)
+
+
+@contextmanager
+def our_call() -> Generator[None]:
+    """While this is open, what the SDK logs in this task goes to our log, as debug."""
+    token = _ours.set(True)
+    try:
+        yield
+    finally:
+        _ours.reset(token)
 
 
 def url_secrets(url: str) -> list[str]:

@@ -19,8 +19,9 @@ from pydantic import JsonValue
 
 from ...core.errors import ApprenticeError, ConfigError, ToolServerError
 from ...core.records import JsonObject, ToolOutcome
-from .diagnosis import Evidence, diagnose, flat, tail_of
+from .diagnosis import Evidence, diagnose, ending, flat, tail_of
 from .processes import Lease, Place
+from .redaction import guarded_logs, our_call
 from .repairs import Repairs
 from .reply import ToolReply
 from .results import cap_text, reply_of
@@ -35,8 +36,11 @@ if TYPE_CHECKING:
     from .connect import Wire
 
 MOST_PAGES = 100
+LISTINGS = 3
+"""How often a tool list that changes while it is read is read."""
 SPARE_SECONDS = 2.0
 """Beyond a call's own limit: for a call that the SDK cannot time out, because the server does not even take it."""
+OWNER_SECONDS = 0.5
 TAIL_BYTES = 16_384
 
 _modes: dict[str, str] = {}
@@ -213,7 +217,7 @@ class McpSession:
         wire = self._wire = Wire(self.server, resolved, self._place, observer, self._repairs)
         evidence = Evidence(self.server, self._hide, command=resolved.command, cwd=wire.cwd, path=wire.env.get("PATH"))
         try:
-            with self._hide.in_logs(), anyio.CancelScope(deadline=anyio.current_time() + self.server.connect_seconds) as scope:
+            with guarded_logs(self._hide), anyio.CancelScope(deadline=anyio.current_time() + self.server.connect_seconds) as scope:
                 self._cancel = scope.cancel
                 if self._closing.is_set():
                     return None
@@ -259,6 +263,7 @@ class McpSession:
             self._place.kill()
             shutil.rmtree(self._place.workdir, ignore_errors=True)
             self._place.workdir.mkdir(parents=True, exist_ok=True)
+            self._place.log.unlink(missing_ok=True)
         self._repairs = Repairs()
 
     async def _clean_up(self, lease: Lease | None) -> None:
@@ -277,7 +282,13 @@ class McpSession:
     async def _learn(self, client: Client, wire: Wire) -> None:
         self.protocol = client.protocol_version
         self.instructions = self._clean_text(client.instructions or "")
-        await self._pages(lambda cursor: client.list_tools(cursor=cursor), "the tool list")
+        for _ in range(LISTINGS):
+            before = wire.observer.changes
+            wire.observer.listed.clear()
+            await self._pages(lambda cursor: client.list_tools(cursor=cursor), "the tool list")
+            if wire.observer.changes == before:
+                break  # else it changed while it was read: some servers add tools once they know their client
+        wire.observer.settled = True
         unique: dict[str, McpTool] = {}
         for entry in wire.observer.listed:
             tool = McpTool.from_listing(self.server.name, cast("JsonObject", self._clean(cast("JsonValue", entry))))
@@ -375,10 +386,11 @@ class McpSession:
             client = self._client
             if client is not None and not self._lost:
                 try:
-                    async with asyncio.timeout(seconds + SPARE_SECONDS):
-                        result = self._dumped(await ask(client))
+                    with our_call():
+                        async with asyncio.timeout(seconds + SPARE_SECONDS):
+                            result = self._dumped(await ask(client))
                 except Exception as error:  # noqa: BLE001  # the boundary: nothing that a server does may end a rollout
-                    outcome, text = self._failure(error, seconds)
+                    outcome, text = await self._failure(error, seconds)
             took = time.perf_counter() - started
             notes = tuple(map(self._clean_text, self._wire.notes[before:])) if self._wire else ()
         if result is not None:
@@ -386,26 +398,28 @@ class McpSession:
         text = self._clean_text(text)
         return ToolReply(self.server.name, tool, arguments, outcome, cap_text(text), full_text=text, seconds=took, notes=notes)
 
-    def _failure(self, error: Exception, seconds: float) -> tuple[ToolOutcome, str]:
+    async def _failure(self, error: Exception, seconds: float) -> tuple[ToolOutcome, str]:
         """Outcome and text of a call that gave no result."""
         from mcp import MCPError
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
-        name = self.server.name
+        name, wire = self.server.name, self._wire
         if isinstance(error, TimeoutError) or (isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT):
             return "timeout", f"the server {name!r} did not answer within {seconds:g} s"
-        wire = self._wire
-        code = wire.child.returncode if wire else None
         closed = (
             isinstance(error, MCPError) and error.code == CONNECTION_CLOSED and (error.message == "Connection closed" or not self.alive)
         )
         ended = isinstance(error, MCPError) and error.message == "Session terminated"
-        if closed or ended or code is not None or not isinstance(error, MCPError | ValueError | RuntimeError):
-            how = f"it ended with exit code {code}" if code is not None else str(error) or type(error).__name__
+        if closed or ended or not self.alive or not isinstance(error, MCPError | ValueError | RuntimeError):
+            code = await wire.child.ending() if wire else None
+            if code is None and self._owner is not None:
+                await asyncio.wait({self._owner}, timeout=OWNER_SECONDS)  # it learns why
+            how = f"it ended with {ending(code)}" if code is not None else self._lost or str(error) or type(error).__name__
+            tail = tail_of(self.stderr_tail()) if code is not None else ""
             self._lost = self._lost or how
-            return "server_lost", f"the server {name!r} was lost during the call: {how}"
+            return "server_lost", f"the server {name!r} was lost during the call: {how}" + (f"; its last lines: {tail}" if tail else "")
         if isinstance(error, MCPError):
-            status = f" (HTTP status {wire.status})" if wire and wire.status and wire.status >= 400 else ""
+            status = f" (HTTP status {wire.status})" if wire and wire.status else ""
             return "protocol_error", f"{error.message or 'the server refused the request'}{status} (error {error.code})"
         return "protocol_error", f"the result of the server {name!r} does not follow the protocol: {' '.join(str(error).split())[:300]}"
 

@@ -54,6 +54,12 @@ class ServerProcess:
         """None while it runs, and before it was started."""
         return self.process.returncode if self.process else None
 
+    async def ending(self) -> int | None:
+        """The exit code of a process whose connection broke; None if it goes on living."""
+        if self.process is not None:
+            await _ended(self.process, FLUSH_SECONDS)
+        return self.returncode
+
 
 def environment(extra: Mapping[str, str]) -> dict[str, str]:
     """What a server gets: a few harmless variables of ours, and its own."""

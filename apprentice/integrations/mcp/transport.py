@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MEMORY = 4_000_000
 """Characters of messages that one session keeps; beyond it the oldest lose their payload."""
 MOST_FRAMES = 20_000
+LIST_CHANGED = "notifications/tools/list_changed"
 ENVELOPE = 64
 """Weight of a message without its payload."""
 
@@ -91,8 +92,10 @@ class Observer:
         self.listed: list[JsonObject] = []
         """Entries of `tools/list` as they are used, output schemas put back."""
         self._asked: dict[str | int, str] = {}
-        self.answered: set[str] = set()
-        """Methods that the server has answered with a result."""
+        self.changes = 0
+        """How often the server said that its tool list changed."""
+        self.settled = False
+        """Set once the tool list is frozen: a change after that is noted."""
 
     def outgoing(self, item: SessionMessage) -> None:
         message = _plain(item.message)
@@ -108,6 +111,8 @@ class Observer:
             return None
         message: Any = item.message  # Any: one of four models
         plain = _plain(message)
+        if plain.get("method") == LIST_CHANGED:
+            self._changed()
         result = plain.get("result")
         method = self._asked.pop(_key(plain.get("id")), "") if "method" not in plain else ""
         self.recording.add("in", {**plain, "result": _without_meta(result)} if isinstance(result, dict) else plain)
@@ -118,8 +123,12 @@ class Observer:
                 message.result = fixed
         return item
 
+    def _changed(self) -> None:
+        self.changes += 1
+        if self.settled:
+            self.repairs.add("the server changed its tool list during the session, and the one from its start was kept")
+
     def _learn(self, method: str, result: dict[str, Any]) -> None:
-        self.answered.add(method)
         if method == "initialize":
             self.version = str(result.get("protocolVersion"))
         elif method == "server/discover":
