@@ -89,8 +89,9 @@ async def serve_session(server: McpServer, environment: Mapping[str, str], recor
         async with _upstream(server, environment) as transport:
             connection = captured(transport, server=server.name)
             async with connection as (up_read, up_write):
-                await relay.run(up_read, up_write, connection.calls)
-        await relay.end(f"the MCP server {server.name!r} has ended")
+                server_ended = await relay.run(up_read, up_write, connection.calls)
+        if server_ended:
+            await relay.end(f"the MCP server {server.name!r} has ended")
     except (Exception, BaseExceptionGroup) as error:
         why = server.redact(_why(server, error))
         await relay.fail(why)

@@ -41,8 +41,9 @@ class Relay:
         self._version: str | None = None
         self._headers: dict[str, Any] = {}
 
-    async def run(self, read: Any, write: Any, calls: Calls) -> None:
-        """Until either side ends. `read` and `write` are the server's."""
+    async def run(self, read: Any, write: Any, calls: Calls) -> bool:
+        """Until either side ends; True if it was the server. `read` and `write` are the server's."""
+        ended: list[Any] = []
         async with anyio.create_task_group() as group:
 
             async def pump(source: Any, hand_on: Any) -> None:
@@ -52,6 +53,7 @@ class Relay:
                             await hand_on(item)
                 except _GONE:
                     pass
+                ended.append(source)
                 group.cancel_scope.cancel()
 
             async def to_server(item: SessionMessage) -> None:
@@ -59,6 +61,7 @@ class Relay:
 
             group.start_soon(pump, self._read, to_server)
             group.start_soon(pump, read, self._to_host)
+        return bool(ended) and ended[0] is read
 
     async def fail(self, why: str) -> None:
         """Tell the host why there is no answer: to what it asked, or to the first thing that it asks."""
