@@ -1,0 +1,559 @@
+"""How a person would ask for a call: sentences worked out from the verb, the object, and the kinds and names of what is given.
+
+A frame is a list of wordings for a kind of call; `{slots}` are filled with the arguments' values, so that every value can be
+read off the request. Each wording has a number; held-out scenarios use other numbers than training. The tool's name never
+appears.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from .kinds import Leaf, Shape, Verb, plural, singular, words_of
+
+Slots = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """`asks` are whole sentences, `does` imperative clauses that can be joined. `about`: a pattern for the tool's object."""
+
+    name: str
+    slots: tuple[str, ...]
+    asks: tuple[str, ...]
+    does: tuple[str, ...] = ()
+    verbs: tuple[Verb, ...] = ()
+    about: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wording:
+    frame: str
+    number: int
+    text: str
+
+
+FRAMES: tuple[Frame, ...] = (
+    Frame(
+        "time in a zone",
+        ("timezone",),
+        (
+            "What time is it in {timezone}?",
+            "What's the time in {timezone} right now?",
+            "How late is it in {timezone}?",
+            "Tell me the time in {timezone}.",
+            "I need to know what time it is in {timezone}.",
+            "Could you tell me the time in {timezone}?",
+            "What is the local time in {timezone}?",
+            "Which time is it now in {timezone}?",
+            "Please check what time it is in {timezone}.",
+        ),
+        ("tell me what time it is in {timezone}", "check the time in {timezone}", "look up how late it is in {timezone}"),
+        verbs=("get", "search", "other", "list"),
+        about=r"\b(?:time|clock|now)\b",
+    ),
+    Frame(
+        "time between zones",
+        ("source timezone", "target timezone", "time"),
+        (
+            "What time is it in {target timezone} when it is {time} in {source timezone}?",
+            "When it is {time} in {source timezone}, what time is it in {target timezone}?",
+            "It is {time} in {source timezone}. What time is that in {target timezone}?",
+            "If it's {time} in {source timezone}, how late is it in {target timezone}?",
+            "Convert {time} in {source timezone} to the time in {target timezone}.",
+            "I have a call at {time} in {source timezone}. What time is that in {target timezone}?",
+            "A meeting starts at {time} in {source timezone}. When does it start in {target timezone}?",
+            "{time} in {source timezone} is what time in {target timezone}?",
+            "Tell me the time in {target timezone} when the clock in {source timezone} shows {time}.",
+        ),
+        (
+            "work out what time it is in {target timezone} when it is {time} in {source timezone}",
+            "tell me how late it is in {target timezone} at {time} in {source timezone}",
+            "turn {time} in {source timezone} into the time in {target timezone}",
+        ),
+    ),
+    Frame(
+        "value between units",
+        ("number", "source", "target"),
+        (
+            "How much is {number} {source} in {target}?",
+            "Convert {number} {source} to {target}.",
+            "What are {number} {source} in {target}?",
+            "How many {target} are {number} {source}?",
+            "Turn {number} {source} into {target}.",
+            "I have {number} {source}. How much is that in {target}?",
+        ),
+        ("turn {number} {source} into {target}", "express {number} {source} in {target}", "say how much {number} {source} is in {target}"),
+        verbs=("convert", "compute"),
+    ),
+    Frame(
+        "expression",
+        ("expression",),
+        (
+            "What is {expression}?",
+            "How much is {expression}?",
+            "Work out {expression}.",
+            "I need the result of {expression}.",
+            "Tell me what {expression} comes to.",
+            "Please solve {expression}.",
+        ),
+        ("work out {expression}", "tell me what {expression} is", "find the result of {expression}"),
+    ),
+    Frame(
+        "two numbers",
+        ("number a", "number b"),
+        (
+            "What is the {object} of {number a} and {number b}?",
+            "Tell me the {object} of {number a} and {number b}.",
+            "I need the {object} of {number a} and {number b}.",
+            "Please work out the {object} of {number a} and {number b}.",
+            "Which number is the {object} of {number a} and {number b}?",
+            "Can you give me the {object} of {number a} and {number b}?",
+        ),
+        ("work out the {object} of {number a} and {number b}", "tell me the {object} of {number a} and {number b}", "find the {object} of {number a} and {number b}"),
+        verbs=("get", "compute", "other"),
+    ),
+    Frame(
+        "read a file",
+        ("path",),
+        (
+            "What is in the file {path}?",
+            "What does {path} say?",
+            "Show me the contents of {path}.",
+            "I'd like to know what is written in {path}.",
+            "Open {path} and tell me what it says.",
+            "Let me see the text of {path}.",
+        ),
+        ("tell me what {path} says", "show me the contents of {path}", "look into {path} and tell me what it says"),
+        verbs=("get",),
+        about=r"\bfiles?\b(?! info)",
+    ),
+    Frame(
+        "first lines",
+        ("path", "number head"),
+        (
+            "Show me the first {number head} lines of {path}.",
+            "What do the first {number head} lines of {path} say?",
+            "I only need the first {number head} lines of {path}.",
+        ),
+        ("show me the first {number head} lines of {path}", "tell me the first {number head} lines of {path}", "look at the first {number head} lines of {path}"),
+        verbs=("get",),
+    ),
+    Frame(
+        "last lines",
+        ("path", "number tail"),
+        (
+            "Show me the last {number tail} lines of {path}.",
+            "What do the last {number tail} lines of {path} say?",
+            "I only need the last {number tail} lines of {path}.",
+        ),
+        ("show me the last {number tail} lines of {path}", "tell me the last {number tail} lines of {path}", "look at the last {number tail} lines of {path}"),
+        verbs=("get",),
+    ),
+    Frame(
+        "file facts",
+        ("path",),
+        (
+            "What can you tell me about {path}?",
+            "How big is {path}?",
+            "I need the size of {path}.",
+            "Which size does {path} have?",
+            "Tell me how large {path} is.",
+            "Is {path} a file or a folder, and how big is it?",
+        ),
+        ("tell me how big {path} is", "check the size of {path}", "look up how large {path} is"),
+        verbs=("get",),
+        about=r"\b(?:info|information|stats?|metadata|details|size)\b",
+    ),
+    Frame(
+        "look into a folder with sizes",
+        ("folder",),
+        (
+            "What is in the folder {folder}, and how big is each file?",
+            "Show me the files in {folder} and how large they are.",
+            "I need the names and sizes of everything in {folder}.",
+        ),
+        ("show me the files in {folder} and their sizes", "tell me what is in {folder} and how big it is", "check how large the files in {folder} are"),
+        verbs=("list", "get"),
+        about=r"\bsizes?\b",
+    ),
+    Frame(
+        "folder tree",
+        ("folder",),
+        (
+            "Show me everything in {folder}, with all folders inside it.",
+            "What is in {folder}, including its subfolders?",
+            "I need the whole tree of files below {folder}.",
+        ),
+        ("show me {folder} with all its subfolders", "show me the whole tree below {folder}", "tell me what is in {folder} and its subfolders"),
+        verbs=("list", "get"),
+        about=r"\btree\b",
+    ),
+    Frame(
+        "look into a folder",
+        ("folder",),
+        (
+            "What is in the folder {folder}?",
+            "Which files are in {folder}?",
+            "Show me what {folder} contains.",
+            "I'd like to see what is in {folder}.",
+            "Tell me what there is in {folder}.",
+            "Have a look at what is in the folder {folder}.",
+        ),
+        ("tell me what is in {folder}", "show me which files are in {folder}", "look at what {folder} contains"),
+        verbs=("list", "get"),
+        about=r"\b(?:directory|directories|folders?|files?|dir)\b",
+    ),
+    Frame(
+        "find files",
+        ("folder", "glob"),
+        (
+            "Which files in {folder} have a name like {glob}?",
+            "Find everything in {folder} that matches {glob}.",
+            "Are there files in {folder} that match {glob}?",
+            "Look for {glob} in {folder}.",
+            "I am looking for {glob} in the folder {folder}.",
+            "Where below {folder} are files like {glob}?",
+        ),
+        ("look for {glob} in {folder}", "tell me what in {folder} matches {glob}", "see which files in {folder} are like {glob}"),
+        verbs=("search", "list", "get"),
+    ),
+    Frame(
+        "write a file",
+        ("path", "sentence"),
+        (
+            'Save the text "{sentence}" in {path}.',
+            'Put "{sentence}" into the file {path}.',
+            'I need a file {path} that says "{sentence}".',
+            'Make {path} with the text "{sentence}".',
+            'Please note "{sentence}" in a new file called {path}.',
+            'Store the words "{sentence}" as {path}.',
+        ),
+        ('save the text "{sentence}" in {path}', 'put "{sentence}" into the file {path}', 'make a file {path} that says "{sentence}"'),
+        verbs=("write", "create", "add"),
+    ),
+    Frame(
+        "make a folder",
+        ("folder",),
+        (
+            "Make a new folder called {folder}.",
+            "I need a folder {folder}.",
+            "Please set up a folder named {folder}.",
+            "Add an empty folder with the name {folder}.",
+            "Can you make a folder {folder} for me?",
+            "There should be a folder called {folder}.",
+        ),
+        ("make a folder called {folder}", "set up a new folder {folder}", "add a folder named {folder}"),
+        verbs=("create", "write", "add"),
+    ),
+    Frame(
+        "move a file",
+        ("source path", "target path"),
+        (
+            "Rename {source path} to {target path}.",
+            "Please move {source path} to {target path}.",
+            "{source path} should be called {target path} from now on.",
+            "Bring {source path} to {target path}.",
+            "I want {source path} to become {target path}.",
+            "Give {source path} the new place {target path}.",
+        ),
+        ("rename {source path} to {target path}", "move {source path} to {target path}", "bring {source path} to {target path}"),
+        verbs=("move", "update"),
+    ),
+    Frame(
+        "edit a text",
+        ("path", "source sentence", "target sentence"),
+        (
+            'In {path}, replace "{source sentence}" with "{target sentence}".',
+            'Change "{source sentence}" to "{target sentence}" in {path}.',
+            'Wherever {path} says "{source sentence}", it should say "{target sentence}".',
+        ),
+        (
+            'replace "{source sentence}" with "{target sentence}" in {path}',
+            'change "{source sentence}" to "{target sentence}" in {path}',
+            'put "{target sentence}" where {path} says "{source sentence}"',
+        ),
+        verbs=("update", "write"),
+    ),
+    Frame(
+        "describe a table",
+        ("table",),
+        (
+            "Which columns does the table {table} have?",
+            "What does the table {table} look like?",
+            "Show me the columns of {table}.",
+            "How is the table {table} built?",
+            "Tell me what columns there are in {table}.",
+            "I need to know the columns of the table {table}.",
+        ),
+        ("tell me which columns {table} has", "show me the columns of {table}", "look up how the table {table} is built"),
+        verbs=("get", "list"),
+        about=r"\b(?:table|schema|columns?)\b",
+    ),
+    Frame(
+        "relation",
+        ("relation", "source name", "target name"),
+        (
+            'Note that "{source name}" {relation} "{target name}".',
+            'Remember that "{source name}" {relation} "{target name}".',
+            'Keep in mind: "{source name}" {relation} "{target name}".',
+            'Please record that "{source name}" {relation} "{target name}".',
+            'Write down that "{source name}" {relation} "{target name}".',
+            'You should know that "{source name}" {relation} "{target name}".',
+        ),
+        ('note that "{source name}" {relation} "{target name}"', 'record that "{source name}" {relation} "{target name}"', 'remember that "{source name}" {relation} "{target name}"'),
+        verbs=("create", "add", "write", "update"),
+    ),
+    Frame(
+        "relation gone",
+        ("relation", "source name", "target name"),
+        (
+            'It is no longer true that "{source name}" {relation} "{target name}". Forget it.',
+            'Forget that "{source name}" {relation} "{target name}".',
+            'Take out that "{source name}" {relation} "{target name}".',
+        ),
+        ('forget that "{source name}" {relation} "{target name}"', 'take out that "{source name}" {relation} "{target name}"', 'strike that "{source name}" {relation} "{target name}"'),
+        verbs=("delete",),
+    ),
+    Frame(
+        "new thing with facts",
+        ("category", "name", "sentence"),
+        (
+            'Remember the {category} "{name}": {sentence}.',
+            'There is a {category} called "{name}", who or which {sentence}. Please note it.',
+            'Note a new {category}, "{name}", with the remark "{sentence}".',
+            'Keep "{name}" in mind, a {category}. Remark: "{sentence}".',
+            'Please put down the {category} "{name}" and that it {sentence}.',
+            'I want you to know about the {category} "{name}": {sentence}.',
+        ),
+        ('remember the {category} "{name}" with the remark "{sentence}"', 'note the {category} "{name}" ("{sentence}")', 'put down the {category} "{name}" with "{sentence}"'),
+        verbs=("create", "add", "write"),
+    ),
+    Frame(
+        "fact about a name",
+        ("name", "sentence"),
+        (
+            'Add to "{name}" that it {sentence}.',
+            'About "{name}": {sentence}. Please remember that too.',
+            'Note down for "{name}": "{sentence}".',
+            'One more thing about "{name}": {sentence}.',
+            'Also remember about "{name}": "{sentence}".',
+            'Put "{sentence}" down for "{name}".',
+        ),
+        ('note for "{name}": "{sentence}"', 'put down "{sentence}" for "{name}"', 'remember about "{name}": "{sentence}"'),
+        verbs=("add", "write", "update", "create"),
+    ),
+    Frame(
+        "fact gone",
+        ("name", "sentence"),
+        (
+            '"{sentence}" is no longer true of "{name}". Take it out.',
+            'Forget "{sentence}" about "{name}".',
+            'Strike "{sentence}" from what you know of "{name}".',
+        ),
+        ('forget "{sentence}" about "{name}"', 'take "{sentence}" away from "{name}"', 'strike "{sentence}" from "{name}"'),
+        verbs=("delete",),
+    ),
+    Frame(
+        "thing gone",
+        ("name",),
+        ('Forget "{name}".', 'I no longer need "{name}". Take it away.', 'Strike "{name}" out.'),
+        ('forget "{name}"', 'take "{name}" away', 'strike "{name}" out'),
+        verbs=("delete",),
+    ),
+    Frame(
+        "about a name",
+        ("name",),
+        (
+            'What do you know about "{name}"?',
+            'Tell me about "{name}".',
+            'Show me what is known about "{name}".',
+            'What is there on "{name}"?',
+            'Look up "{name}" for me.',
+            'I need everything about "{name}".',
+        ),
+        ('tell me about "{name}"', 'look up "{name}"', 'show me what is known about "{name}"'),
+        verbs=("get", "search"),
+    ),
+    Frame(
+        "note a sentence",
+        ("sentence",),
+        (
+            'Make a note: "{sentence}".',
+            'Please keep this {one}: "{sentence}".',
+            'Write down that {sentence}.',
+            'I found out something: "{sentence}". Keep it.',
+            'Here is a new {one}: "{sentence}".',
+            'Remember this: "{sentence}".',
+        ),
+        ('make a note that says "{sentence}"', 'keep the {one} "{sentence}"', 'write down "{sentence}"'),
+        verbs=("add", "write", "create", "send"),
+    ),
+    Frame(
+        "say a sentence",
+        ("sentence",),
+        ('Say "{sentence}" back to me.', 'Repeat "{sentence}".', 'Send "{sentence}" and tell me what comes back.'),
+        ('repeat "{sentence}"', 'say "{sentence}" back to me', 'send "{sentence}" and tell me what comes back'),
+        verbs=("get", "other"),
+    ),
+    Frame(
+        "search",
+        ("search",),
+        (
+            "Is there anything about {search}?",
+            "Find what has to do with {search}.",
+            "Where does {search} come up?",
+            "What do we have on {search}?",
+            "Look for {search}.",
+            "Which {objects} mention {search}?",
+        ),
+        ("look for {search}", "find what mentions {search}", "see what there is about {search}"),
+        verbs=("search", "get", "list"),
+    ),
+    Frame(
+        "everything",
+        (),
+        (
+            "Which {objects} are there?",
+            "Show me all {objects}.",
+            "What {objects} do we have?",
+            "I'd like an overview of the {objects}.",
+            "Tell me which {objects} there are.",
+            "Give me every one of the {objects}.",
+        ),
+        ("tell me which {objects} there are", "show me all {objects}", "give me an overview of the {objects}"),
+        verbs=("list", "search"),
+    ),
+    Frame(
+        "the thing",
+        (),
+        (
+            "Show me the {object}.",
+            "What does the {object} look like?",
+            "I'd like to see the {object}.",
+            "What is in the {object}?",
+            "Let me have a look at the {object}.",
+            "Tell me what the {object} says.",
+        ),
+        ("show me the {object}", "tell me what is in the {object}", "let me see the {object}"),
+        verbs=("get",),
+    ),
+)
+"""The first frame that fits a call is used."""
+
+_READ = (
+    "What is the {object}{rest}?",
+    "Show me the {object}{rest}.",
+    "I need the {object}{rest}.",
+    "Please look up the {object}{rest}.",
+    "Could you tell me the {object}{rest}?",
+    "Give me the {object}{rest}, please.",
+)
+_READ_DO = ("show me the {object}{rest}", "look up the {object}{rest}", "tell me the {object}{rest}")
+_CHANGES: dict[Verb, tuple[str, ...]] = {
+    "create": ("make a new {one}{rest}", "set up a new {one}{rest}", "I need a new {one}{rest}"),
+    "write": ("keep a {one}{rest}", "put down the {one}{rest}", "see to it that there is a {one}{rest}"),
+    "add": ("put in a new {one}{rest}", "there is one more {one}{rest}, take it in", "extend it by a {one}{rest}"),
+    "update": ("adapt the {one}{rest}", "the {one} should be different{rest}", "bring the {one} up to date{rest}"),
+    "move": ("bring the {one} elsewhere{rest}", "the {one} should go elsewhere{rest}", "put the {one} in another place{rest}"),
+    "delete": ("get rid of the {one}{rest}", "I no longer need the {one}{rest}", "take away the {one}{rest}"),
+    "send": ("start the {one}{rest}", "let the {one} go out{rest}", "see to the {one}{rest}"),
+}
+_PLACED = {"timezone": " in {v}", "date": " on {v}", "time": " at {v}", "datetime": " at {v}", "city": " in {v}", "country": " in {v}",
+           "language": " in {v}", "email": " to {v}", "url": " from {v}", "path": " in {v}", "folder": " in {v}", "currency": " in {v}"}  # fmt: skip
+JOINS: tuple[tuple[str, ...], ...] = (
+    ("{D1}, then {d2}.", "{D1}. After that, {d2}.", "First {d1}, and then {d2}.", "Please {d1} and {d2}.", "{D1}, and afterwards {d2}.", "I want you to {d1}. Then {d2}."),
+    ("{D1}, {d2}, and then {d3}.", "{D1}. Then {d2}. After that, {d3}.", "First {d1}, then {d2}, and at last {d3}.", "Please {d1}, {d2} and {d3}.", "{D1}; next {d2}; finally {d3}.", "I want you to {d1}, then {d2}. Then {d3}."),
+)  # fmt: skip
+
+
+def slot_of(leaf: Leaf, leaves: Sequence[Leaf]) -> str:
+    """The slot that a leaf fills: its role and kind, with its name where numbers need one."""
+    kind = leaf.kind
+    if kind in ("integer", "number"):
+        words = words_of(leaf.name)
+        if {"head", "first", "top", "limit"} & set(words):
+            return "number head"
+        if {"tail", "last"} & set(words):
+            return "number tail"
+        numbers = [other for other in leaves if other.kind in ("integer", "number") and other.required]
+        return f"number {'ab'[numbers.index(leaf)]}" if len(numbers) == 2 and leaf in numbers else "number"
+    role = leaf.role if any(other.kind == kind and other is not leaf and other.role for other in leaves) else ""
+    if kind in ("currency", "enum", "text", "language") and leaf.role:
+        return leaf.role
+    if kind == "text" and not leaf.role:
+        return "text"
+    return f"{role} {kind}".strip()
+
+
+def quoted(kind: str, value: object) -> str:
+    text = str(value).lower() if isinstance(value, bool) else str(value)
+    plain_kinds = {"timezone", "time", "date", "datetime", "url", "email", "path", "folder", "integer", "number", "enum", "currency", "table", "id", "boolean"}
+    return text if kind in plain_kinds else f'"{text}"'
+
+
+def wordings(shape: Shape, given: Sequence[tuple[Leaf, object]], shown: Mapping[str, str] | None = None, *, joined: bool = False) -> list[Wording]:
+    """All wordings for a call with these arguments. `shown`: what is said instead of a value (a city for its zone).
+
+    `joined`: clauses for `join`. Wordings that would name the tool are left out, but keep their numbers free.
+    """
+    leaves = [leaf for leaf, _ in given]
+    slots = {slot_of(leaf, leaves): (leaf, value) for leaf, value in given}
+    texts = {slot: (shown or {}).get(slot) or str(value) for slot, (_, value) in slots.items()}
+    noun = shape.object or "result"
+    words = noun.split()
+    one = " ".join([*words[:-1], singular(words[-1])])
+    filled = {**texts, "object": noun, "one": one, "objects": " ".join([*words[:-1], plural(words[-1])])}
+    frame = _frame(shape, slots.keys()) if len(slots) == len(given) else None
+    if frame is not None:
+        templates, name = (frame.does if joined else frame.asks), frame.name
+    else:
+        filled["rest"] = "".join(_clause(shape, leaf, value, index, len(given)) for index, (leaf, value) in enumerate(given))
+        reading = shape.reads or shape.verb == "other"
+        changes = _CHANGES.get(shape.verb, _CHANGES["send"])
+        asks = _READ if reading else tuple(f"{_capital(text)}." for text in changes)
+        templates, name = (_READ_DO if reading else changes) if joined else asks, f"{shape.function}, in general"
+    found = [Wording(name, number, _fill(template, filled)) for number, template in enumerate(templates)]
+    return [wording for wording in found if not names_tool(wording.text, shape)]
+
+
+def _frame(shape: Shape, slots: object) -> Frame | None:
+    wanted = set(slots)  # pyright: ignore[reportArgumentType,reportUnknownVariableType,reportUnknownArgumentType]
+    for frame in FRAMES:
+        if set(frame.slots) == wanted and (not frame.verbs or shape.verb in frame.verbs) and re.search(frame.about, shape.object):
+            return frame
+    return None
+
+
+def _clause(shape: Shape, leaf: Leaf, value: object, index: int, count: int) -> str:
+    if leaf.kind in _PLACED and count == 1:
+        return _PLACED[leaf.kind].format(v=value)
+    label = leaf.label if leaf.label not in ("", shape.object) else leaf.kind
+    lead = " with" if index == 0 else " and" if index == count - 1 else ","
+    return f"{lead} the {label} {quoted(leaf.kind, value)}"
+
+
+def names_tool(text: str, shape: Shape) -> bool:
+    """Whether a request tells the tool's name, as it is or as words."""
+    words = words_of(shape.tool.name)
+    spoken = " ".join(words_of(text)) if len(words) > 1 else " ".join(re.findall(r"[a-z]+", text.lower()))
+    return shape.function.lower() in text.lower().split() or f" {' '.join(words)} " in f" {spoken} "
+
+
+def join(clauses: Sequence[str], number: int) -> str:
+    """Two or three clauses as one request."""
+    if len(clauses) == 1:
+        return f"{_capital(clauses[0])}."
+    template = JOINS[len(clauses) - 2][number]
+    parts = {f"d{index}": clause for index, clause in enumerate(clauses, 1)} | {f"D{index}": _capital(clause) for index, clause in enumerate(clauses, 1)}
+    return _fill(template, parts)
+
+
+def _fill(template: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"\{([^{}]+)\}", lambda match: values.get(match[1], match[0]), template)
+
+
+def _capital(text: str) -> str:
+    return text[:1].upper() + text[1:]
