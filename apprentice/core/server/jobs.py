@@ -154,6 +154,9 @@ class TrainJobs:
         except ApprenticeError as error:
             log.error("train job %s failed: %s", job.id, error)
             return await self._failed(job, config, str(error))
+        except OverflowError as error:
+            log.error("train job %s failed: %s", job.id, error)
+            return await self._failed(job, config, f"a reward or an option of the job is too large to compute with: {error}")
         except Exception as error:  # the supervised boundary: a job always ends, with its cause
             log.exception("train job %s failed", job.id)
             return await self._failed(job, config, f"the job stopped on an unexpected error, {_named(error)}")

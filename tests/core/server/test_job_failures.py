@@ -61,6 +61,18 @@ async def test_a_failure_while_computing_leaves_the_engine_running_and_the_polic
         assert (await server.train(job(recorded[1])))["step"] == 1
 
 
+@pytest.mark.parametrize(("reward", "option"), [(1.7e308, {}), (2.0, {"activation_memory_gib": 1e308})])
+async def test_a_number_too_large_to_compute_with_fails_its_job_in_words(
+    recorded: tuple[Path, Any], home: Path, reward: float, option: dict[str, Any]
+) -> None:
+    async with real_server(home) as server:
+        members = recorded[1][0]
+        group = [{"id": member["id"], "reward": reward * (number / 2)} for number, member in enumerate(members)]
+        result = await server.train(job([group], **option))
+        assert (result["status"], result["step"]) == ("failed", 0)
+        assert "too large to compute with" in result["reason"]
+
+
 async def test_a_job_whose_undoing_fails_too_tells_both_and_the_next_one_puts_the_policy_back(
     recorded: tuple[Path, Any], home: Path, tmp_path: Path
 ) -> None:
