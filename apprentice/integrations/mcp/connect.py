@@ -141,8 +141,8 @@ def defaults_of(schema: JsonObject) -> Any:  # Any: the SDK's union of scalars
     fields: JsonObject = properties if isinstance(properties, dict) else {}
     required = schema.get("required")
     content: dict[str, JsonValue] = {}
-    for name, field in fields.items():
-        default = field.get("default") if isinstance(field, dict) else None
+    for name, schema_of_field in fields.items():
+        default = schema_of_field.get("default") if isinstance(schema_of_field, dict) else None
         if isinstance(default, str | int | float) or (isinstance(default, list) and all(isinstance(item, str) for item in default)):
             content[name] = default
     if isinstance(required, list) and any(name not in content for name in required):

@@ -167,12 +167,12 @@ def message_of(line: bytes, repairs: Repairs) -> Any:  # Any: a union that the S
     try:
         raw: object = json.loads(text)
         if isinstance(raw, dict):
-            return jsonrpc_message_adapter.validate_python(repaired_envelope(cast("dict[str, Any]", raw), repairs), by_name=False)
+            message = jsonrpc_message_adapter.validate_python(repaired_envelope(cast("dict[str, Any]", raw), repairs), by_name=False)
+            if "\ufffd" in text:
+                repairs.add("bytes that are no UTF-8 were replaced")
+            return message
     except (ValueError, RecursionError):
         pass
-    else:
-        if "�" in text:
-            repairs.add("bytes that are no UTF-8 were replaced")
     repairs.banner(text)
     return None
 
