@@ -45,7 +45,8 @@ class Evaluation(Record):
 
     def __str__(self) -> str:
         failed = f", {self.failures} failed" if self.failures else ""
-        return f"{self.mean:.3f} [{self.ci95[0]:.3f}, {self.ci95[1]:.3f}] (n={self.n}{failed})"
+        bounds = "[interval unknown]" if self.method == "single_value" else f"[{self.ci95[0]:.3f}, {self.ci95[1]:.3f}]"
+        return f"{self.mean:.3f} {bounds} (n={self.n}{failed})"
 
 
 async def evaluate(

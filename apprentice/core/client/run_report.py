@@ -68,12 +68,18 @@ def _sentences(state: RunState, shown: dict[str, EvaluationPoint]) -> list[str]:
     if "before" in shown and len(shown) > 1:
         name, last = list(shown.items())[-1]
         before, after = shown["before"].evaluation, last.evaluation
-        apart = after.ci95[0] > before.ci95[1] or before.ci95[0] > after.ci95[1]
         lines.append(
-            f"Held-out reward: {before} before, {after} {name if name == 'after' else 'after the warm-up'}. "
-            f"The 95 % intervals {'do not overlap' if apart else 'overlap'}."
+            f"Held-out reward: {before} before, {after} {name if name == 'after' else 'after the warm-up'}. {verdict(before, after)}"
         )
     return lines
+
+
+def verdict(before: Evaluation, after: Evaluation) -> str:
+    """One sentence: whether the difference can be told from chance."""
+    if "single_value" in (before.method, after.method):
+        return "Equal values tell nothing about their spread: whether the difference is chance is not known."
+    apart = after.ci95[0] > before.ci95[1] or before.ci95[0] > after.ci95[1]
+    return f"The 95 % intervals {'do not overlap' if apart else 'overlap'}."
 
 
 def _bar(name: str, found: Evaluation) -> Bar:

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from support.client_server import QUICK, ClientServer, Fault, client_server
 
 from apprentice import Scenario, TrainableModel, Trajectory, TrajectoryGroup, gather, gather_trajectory_groups
-from apprentice.core.client.evaluate import interval, summarise, wilson
+from apprentice.core.client.evaluate import Evaluation, interval, summarise, wilson
 from apprentice.core.client.gather import FailureBudget, GatherSettings, GroupPlan, Member, run_plans
 from apprentice.core.client.progress import Plain, Silent, sparkline
+from apprentice.core.client.run_report import verdict
 from apprentice.core.client.scope import INTERRUPTED
 from apprentice.core.client.transport import RetryPolicy
 from apprentice.core.client.values import as_scenarios
@@ -409,6 +410,21 @@ def test_equal_successes_and_failures_get_a_wilson_interval() -> None:
 
 def test_equal_values_that_are_no_shares_say_that_nothing_is_known() -> None:
     assert interval([0.3, 0.3]) == (0.3, 0.3, "single_value")
+    equal, spread = evaluation([0.3, 0.3]), evaluation([0.8, 0.9])
+    assert str(equal) == "0.300 [interval unknown] (n=2)"
+    assert str(spread).startswith("0.850 [0.8")
+    assert "is not known" in verdict(equal, spread)
+    assert "is not known" in verdict(spread, equal)
+    assert verdict(evaluation([0.0] * 9), spread) == "The 95 % intervals do not overlap."
+    assert verdict(spread, evaluation([1.0])) == "The 95 % intervals overlap."
+
+
+def evaluation(values: list[float]) -> Evaluation:
+    low, high, method = interval(values)
+    mean = sum(values) / len(values)
+    return Evaluation(
+        policy="test/agent", mean=mean, ci95=(low, high), method=method, n=len(values), failures=0, values={}, metrics={}, trajectories={}
+    )
 
 
 @given(st.lists(st.floats(-100, 100), min_size=1, max_size=12))
