@@ -82,7 +82,7 @@ class McpEnvironment:
         session = self.sessions[tool.server]
         run = self._runs.get(id(tool))
         reply = await (run(session, given) if run is not None else session.call(tool.name, given))
-        notes = (*reply.notes, *(f"against the schema: {sentence}" for sentence in wrong))
+        notes = (*reply.notes, *(f"against the schema: {sentence}" for sentence in wrong or _unknown(tool.input_schema, given)))
         return replace(reply, tool=tool.name, arguments=given, function=function_name, notes=notes)
 
     def _refused(self, function: str, tool: str, arguments: JsonValue, text: str, server: str = "") -> ToolReply:
@@ -128,6 +128,14 @@ def _object(arguments: JsonValue) -> tuple[JsonObject | None, str]:
     if not isinstance(arguments, dict):
         return None, f"The arguments must be a JSON object, and they are {json.dumps(arguments)[:60]}."
     return arguments, ""
+
+
+def _unknown(schema: JsonObject, arguments: JsonObject) -> list[str]:
+    """Arguments that the schema does not name, where it names any and does not say that there may be others."""
+    properties = schema.get("properties")
+    if not isinstance(properties, dict) or schema.keys() & {"additionalProperties", "patternProperties", "$ref", "allOf", "anyOf", "oneOf"}:
+        return []
+    return [f"the argument {name!r} is unknown" for name in arguments if name not in properties]
 
 
 async def _resources(session: McpSession) -> JsonObject:

@@ -36,8 +36,8 @@ from apprentice.integrations.mcp.spec import McpServer, SetupCall, parse_server
 pytestmark = pytest.mark.filterwarnings("error::pytest.PytestUnraisableExceptionWarning")
 
 
-def hostile(name: str, *arguments: str, **options: Any) -> McpServer:
-    return McpServer(command=tuple(mcp_servers.hostile(name, *arguments)), **options)
+def hostile(script: str, *arguments: str, **options: Any) -> McpServer:
+    return McpServer(command=tuple(mcp_servers.hostile(script, *arguments)), **options)
 
 
 def running(pid: int) -> bool:
