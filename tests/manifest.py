@@ -212,5 +212,11 @@ MANIFEST: tuple[Promise, ...] = (
         "docs/mcp.md",
         (f"{MCP}/test_same_events.py",),
     ),
+    Promise(
+        "mcp-langchain",
+        "an environment's tools in LangChain are told, called and recorded as by our own loop, and no failure is an exception",
+        "docs/mcp.md",
+        (f"{MCP}/test_langchain.py",),
+    ),
     Promise("thin-client", "`import apprentice` needs only httpx and pydantic", "DESIGN 2", ("test_import_rules.py",)),
 )
