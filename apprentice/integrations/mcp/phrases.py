@@ -112,7 +112,11 @@ FRAMES: tuple[Frame, ...] = (
             "Which number is the {object} of {number a} and {number b}?",
             "Can you give me the {object} of {number a} and {number b}?",
         ),
-        ("work out the {object} of {number a} and {number b}", "tell me the {object} of {number a} and {number b}", "find the {object} of {number a} and {number b}"),
+        (
+            "work out the {object} of {number a} and {number b}",
+            "tell me the {object} of {number a} and {number b}",
+            "find the {object} of {number a} and {number b}",
+        ),
         verbs=("get", "compute", "other"),
     ),
     Frame(
@@ -138,7 +142,11 @@ FRAMES: tuple[Frame, ...] = (
             "What do the first {number head} lines of {path} say?",
             "I only need the first {number head} lines of {path}.",
         ),
-        ("show me the first {number head} lines of {path}", "tell me the first {number head} lines of {path}", "look at the first {number head} lines of {path}"),
+        (
+            "show me the first {number head} lines of {path}",
+            "tell me the first {number head} lines of {path}",
+            "look at the first {number head} lines of {path}",
+        ),
         verbs=("get",),
     ),
     Frame(
@@ -149,7 +157,11 @@ FRAMES: tuple[Frame, ...] = (
             "What do the last {number tail} lines of {path} say?",
             "I only need the last {number tail} lines of {path}.",
         ),
-        ("show me the last {number tail} lines of {path}", "tell me the last {number tail} lines of {path}", "look at the last {number tail} lines of {path}"),
+        (
+            "show me the last {number tail} lines of {path}",
+            "tell me the last {number tail} lines of {path}",
+            "look at the last {number tail} lines of {path}",
+        ),
         verbs=("get",),
     ),
     Frame(
@@ -175,7 +187,11 @@ FRAMES: tuple[Frame, ...] = (
             "Show me the files in {folder} and how large they are.",
             "I need the names and sizes of everything in {folder}.",
         ),
-        ("show me the files in {folder} and their sizes", "tell me what is in {folder} and how big it is", "check how large the files in {folder} are"),
+        (
+            "show me the files in {folder} and their sizes",
+            "tell me what is in {folder} and how big it is",
+            "check how large the files in {folder} are",
+        ),
         verbs=("list", "get"),
         about=r"\bsizes?\b",
     ),
@@ -187,7 +203,11 @@ FRAMES: tuple[Frame, ...] = (
             "What is in {folder}, including its subfolders?",
             "I need the whole tree of files below {folder}.",
         ),
-        ("show me {folder} with all its subfolders", "show me the whole tree below {folder}", "tell me what is in {folder} and its subfolders"),
+        (
+            "show me {folder} with all its subfolders",
+            "show me the whole tree below {folder}",
+            "tell me what is in {folder} and its subfolders",
+        ),
         verbs=("list", "get"),
         about=r"\btree\b",
     ),
@@ -303,7 +323,11 @@ FRAMES: tuple[Frame, ...] = (
             'Write down that "{source name}" {relation} "{target name}".',
             'You should know that "{source name}" {relation} "{target name}".',
         ),
-        ('note that "{source name}" {relation} "{target name}"', 'record that "{source name}" {relation} "{target name}"', 'remember that "{source name}" {relation} "{target name}"'),
+        (
+            'note that "{source name}" {relation} "{target name}"',
+            'record that "{source name}" {relation} "{target name}"',
+            'remember that "{source name}" {relation} "{target name}"',
+        ),
         verbs=("create", "add", "write", "update"),
     ),
     Frame(
@@ -314,7 +338,11 @@ FRAMES: tuple[Frame, ...] = (
             'Forget that "{source name}" {relation} "{target name}".',
             'Take out that "{source name}" {relation} "{target name}".',
         ),
-        ('forget that "{source name}" {relation} "{target name}"', 'take out that "{source name}" {relation} "{target name}"', 'strike that "{source name}" {relation} "{target name}"'),
+        (
+            'forget that "{source name}" {relation} "{target name}"',
+            'take out that "{source name}" {relation} "{target name}"',
+            'strike that "{source name}" {relation} "{target name}"',
+        ),
         verbs=("delete",),
     ),
     Frame(
@@ -328,7 +356,11 @@ FRAMES: tuple[Frame, ...] = (
             'Please put down the {category} "{name}" and that it {sentence}.',
             'I want you to know about the {category} "{name}": {sentence}.',
         ),
-        ('remember the {category} "{name}" with the remark "{sentence}"', 'note the {category} "{name}" ("{sentence}")', 'put down the {category} "{name}" with "{sentence}"'),
+        (
+            'remember the {category} "{name}" with the remark "{sentence}"',
+            'note the {category} "{name}" ("{sentence}")',
+            'put down the {category} "{name}" with "{sentence}"',
+        ),
         verbs=("create", "add", "write"),
     ),
     Frame(
@@ -383,7 +415,7 @@ FRAMES: tuple[Frame, ...] = (
         (
             'Make a note: "{sentence}".',
             'Please keep this {one}: "{sentence}".',
-            'Write down that {sentence}.',
+            "Write down that {sentence}.",
             'I found out something: "{sentence}". Keep it.',
             'Here is a new {one}: "{sentence}".',
             'Remember this: "{sentence}".',
@@ -490,11 +522,29 @@ def slot_of(leaf: Leaf, leaves: Sequence[Leaf]) -> str:
 
 def quoted(kind: str, value: object) -> str:
     text = str(value).lower() if isinstance(value, bool) else str(value)
-    plain_kinds = {"timezone", "time", "date", "datetime", "url", "email", "path", "folder", "integer", "number", "enum", "currency", "table", "id", "boolean"}
+    plain_kinds = {
+        "timezone",
+        "time",
+        "date",
+        "datetime",
+        "url",
+        "email",
+        "path",
+        "folder",
+        "integer",
+        "number",
+        "enum",
+        "currency",
+        "table",
+        "id",
+        "boolean",
+    }
     return text if kind in plain_kinds else f'"{text}"'
 
 
-def wordings(shape: Shape, given: Sequence[tuple[Leaf, object]], shown: Mapping[str, str] | None = None, *, joined: bool = False) -> list[Wording]:
+def wordings(
+    shape: Shape, given: Sequence[tuple[Leaf, object]], shown: Mapping[str, str] | None = None, *, joined: bool = False
+) -> list[Wording]:
     """All wordings for a call with these arguments. `shown`: what is said instead of a value (a city for its zone).
 
     `joined`: clauses for `join`. Wordings that would name the tool are left out, but keep their numbers free.
@@ -515,7 +565,7 @@ def wordings(shape: Shape, given: Sequence[tuple[Leaf, object]], shown: Mapping[
         changes = _CHANGES.get(shape.verb, _CHANGES["send"])
         asks = _READ if reading else tuple(f"{_capital(text)}." for text in changes)
         templates, name = (_READ_DO if reading else changes) if joined else asks, f"{shape.function}, in general"
-    found = [Wording(name, number, _fill(template, filled)) for number, template in enumerate(templates)]
+    found = [Wording(name, number, fill(template, filled)) for number, template in enumerate(templates)]
     return [wording for wording in found if not names_tool(wording.text, shape)]
 
 
@@ -547,11 +597,13 @@ def join(clauses: Sequence[str], number: int) -> str:
     if len(clauses) == 1:
         return f"{_capital(clauses[0])}."
     template = JOINS[len(clauses) - 2][number]
-    parts = {f"d{index}": clause for index, clause in enumerate(clauses, 1)} | {f"D{index}": _capital(clause) for index, clause in enumerate(clauses, 1)}
-    return _fill(template, parts)
+    parts = {f"d{index}": clause for index, clause in enumerate(clauses, 1)} | {
+        f"D{index}": _capital(clause) for index, clause in enumerate(clauses, 1)
+    }
+    return fill(template, parts)
 
 
-def _fill(template: str, values: Mapping[str, str]) -> str:
+def fill(template: str, values: Mapping[str, str]) -> str:
     return re.sub(r"\{([^{}]+)\}", lambda match: values.get(match[1], match[0]), template)
 
 

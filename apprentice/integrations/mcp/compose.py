@@ -1,0 +1,467 @@
+"""Candidates: calls with arguments that make sense together, and a request that says all of them. Nothing is executed here.
+
+A `World` is what exists at a point of a task: what exploring found, and what the task's earlier calls have made. A call that
+needs a thing takes one from the world; a call that makes one puts it there. That gives create → read, list → get and
+write → change → read-back without knowing any server.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+from typing import Literal, TypeVar
+
+from pydantic import JsonValue
+
+from ...core.records import JsonObject
+from .explore import INVENTED, Exploration
+from .kinds import Leaf, Shape
+from .phrases import JOINS, Wording, fill, join, slot_of, wordings
+from .spec import WORKDIR
+from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
+from .stock import MAKERS, TABLES, Table, city_of, company, fact, named, number, person
+from .values import canonical, put
+
+Side = Literal["train", "test"]
+T = TypeVar("T")
+TRIES = 40
+LONGEST_REQUEST = 400
+_NOT_FOR_TASKS = re.compile(r"\bdeprecated\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedCall:
+    shape: Shape
+    arguments: JsonObject = field(hash=False)
+    given: tuple[tuple[Leaf, JsonValue], ...] = field(hash=False, default=())
+    statement: Statement | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """`form`: `explicit` if every value stands in the request as it is, `inferred` if one must be known (the zone of a city)."""
+
+    text: str
+    calls: tuple[PlannedCall, ...]
+    kind: str
+    frame: str
+    wording: int
+    form: str = "explicit"
+
+    @property
+    def reads(self) -> bool:
+        return all(call.shape.reads for call in self.calls)
+
+    @property
+    def functions(self) -> tuple[str, ...]:
+        return tuple(call.shape.function for call in self.calls)
+
+    @property
+    def key(self) -> str:
+        """Equal for candidates that make the same calls."""
+        return "\n".join(f"{call.shape.function} {canonical(call.arguments)}" for call in self.calls)
+
+
+class Sides:
+    """Which part a value belongs to: the same one wherever it occurs. About `share` of all values are for the test part."""
+
+    def __init__(self, seed: int, share: float) -> None:
+        self._seed, self._share = seed, share
+        self._fixed: dict[str, Side] = {}
+
+    def of(self, value: JsonValue) -> Side:
+        key = canonical(value).lower()
+        if key in self._fixed:
+            return self._fixed[key]
+        digest = int.from_bytes(hashlib.sha256(f"{self._seed} {key}".encode()).digest()[:4]) / 2**32
+        return "test" if digest < self._share else "train"
+
+    def deal(self, values: Sequence[JsonValue]) -> None:
+        """See to it that both parts have some of a small set of values. Sets of at most three are not dealt."""
+        if len(values) <= 3:
+            return
+        order = sorted(values, key=lambda value: hashlib.sha256(f"{self._seed} {canonical(value)}".encode()).digest())
+        wanted = max(1, round(len(order) * self._share))
+        for index, value in enumerate(order):
+            self._fixed.setdefault(canonical(value).lower(), "test" if index < wanted else "train")
+
+    def admits(self, value: JsonValue, side: Side, pool: Sequence[JsonValue] = ()) -> bool:
+        return 0 < len(pool) <= 3 or self.of(value) == side
+
+
+@dataclass(slots=True)
+class World:
+    """Things by kind. `made` holds those that earlier calls of this task have made or found."""
+
+    known: dict[str, list[JsonValue]] = field(default_factory=dict[str, list[JsonValue]])
+    made: dict[str, list[JsonValue]] = field(default_factory=dict[str, list[JsonValue]])
+    tables: list[Rows] = field(default_factory=list[Rows])
+    new_tables: list[Rows] = field(default_factory=list[Rows])
+    said: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
+    """What was noted about a thing."""
+    linked: bool = False
+    """Whether the call being made uses something that was made."""
+
+    def make(self, kind: str, value: JsonValue) -> None:
+        self.made.setdefault(kind, []).append(value)
+
+    def take(self, kind: str, chance: random.Random) -> JsonValue:
+        """A thing that exists; rather one that was made. None if there is none."""
+        made, known = self.made.get(kind, []), self.known.get(kind, [])
+        if made:
+            self.linked = True
+            return chance.choice(made)
+        return chance.choice(known) if known else None
+
+
+class Composer:
+    """Makes candidates for one exploration. `inferred`: share of time-zone requests that name the city only."""
+
+    def __init__(self, exploration: Exploration, *, seed: int, share: float, inferred: float) -> None:
+        self._found, self._inferred = exploration, inferred
+        self._chance = random.Random(seed)
+        self.sides = Sides(seed, share)
+        for kind in ("table", "path", "folder", "name", "id"):
+            self.sides.deal([value for value in exploration.values.get(kind, []) if value not in (".", WORKDIR)])
+        self.sides.deal([table.name for table in TABLES])
+        for shape in exploration.shapes:
+            for leaf in shape.leaves:
+                self.sides.deal(leaf.options)
+        usable = [shape for shape in exploration.shapes if not _NOT_FOR_TASKS.search(shape.tool.description)]
+        self.readers = [shape for shape in usable if shape.reads]
+        self.changers = [shape for shape in usable if shape.function in exploration.changing]
+
+    def candidate(
+        self, side: Side, length: int, uses: Counter[tuple[str, ...]], hopeless: Callable[[tuple[str, ...]], bool]
+    ) -> Candidate | None:
+        """A task of so many calls for a part; sequences of tools that were used least come first. None if none comes to mind."""
+        made: list[Candidate] = []
+        for _ in range(TRIES):
+            found = self._attempt(side, length)
+            if found is not None and not hopeless(found.functions):
+                made.append(found)
+            if len(made) == 6:
+                break
+        return min(made, key=lambda c: (uses[c.functions], self._chance.random()), default=None)
+
+    def _attempt(self, side: Side, length: int) -> Candidate | None:
+        world = self._world(side)
+        calls: list[PlannedCall] = []
+        for index in range(length):
+            pool = self._pool(index, length)
+            if not pool:
+                return None
+            world.linked = False
+            call = self._call(self._chance.choice(pool), world, side)
+            if call is None or (index and not world.linked):
+                return None
+            if calls and call.shape.function == calls[-1].shape.function:
+                return None
+            calls.append(call)
+        return self._phrased(calls, side)
+
+    def _pool(self, index: int, length: int) -> list[Shape]:
+        if length == 1:
+            return [*self.readers, *self.changers]
+        if index < length - 1:
+            return self.changers
+        return self.readers if self._chance.random() < 0.7 and self.readers else self.changers
+
+    def _world(self, side: Side) -> World:
+        found = self._found
+        known: dict[str, list[JsonValue]] = {}
+        for kind, values in found.values.items():
+            known[kind] = [value for value in values if value in (".", WORKDIR) or self.sides.admits(value, side, values)]
+        tables: list[Rows] = []
+        for name, content in found.tables.items():
+            if self.sides.admits(name, side, sorted(found.tables)):
+                rows = _known_rows(name, content)
+                if rows is not None:
+                    tables.append(rows)
+        return World(known=known, tables=tables)
+
+    # ---- one call ---------------------------------------------------------------------------------------------------------
+
+    def _call(self, shape: Shape, world: World, side: Side) -> PlannedCall | None:
+        arguments: JsonObject = {}
+        given: list[tuple[Leaf, JsonValue]] = []
+        statement: Statement | None = None
+        after: list[Callable[[], None]] = []
+        for leaf in (*sorted(shape.required, key=_order), *self._optional(shape)):
+            if leaf.kind.startswith("sql"):
+                statement = self._statement(leaf.kind, world, side, after)
+                value: JsonValue = statement.sql if statement else None
+            else:
+                value = self._value(shape, leaf, given, world, side, after)
+            if value is None:
+                return None
+            given.append((leaf, value))
+        ordered = [pair for leaf in shape.leaves for pair in given if pair[0] is leaf]
+        for leaf, value in ordered:
+            put(arguments, leaf.path, value)
+        if not shape.required and shape.reads and (world.made or world.new_tables):
+            world.linked = True  # an overview shows what was made; that it does is checked when it has run
+        for remember in after:
+            remember()
+        return PlannedCall(shape, arguments, tuple(ordered), statement)
+
+    def _optional(self, shape: Shape) -> list[Leaf]:
+        """Optional leaves are mostly left out."""
+        if shape.required or self._chance.random() < 0.4:
+            return []
+        fitting = [leaf for leaf in shape.leaves if leaf.kind in ("enum", "integer", "number") and len(leaf.path) == 1]
+        return [self._chance.choice(fitting)] if fitting else []
+
+    def _value(
+        self, shape: Shape, leaf: Leaf, given: Sequence[tuple[Leaf, JsonValue]], world: World, side: Side, after: list[Callable[[], None]]
+    ) -> JsonValue:
+        taken = [value for _, value in given]
+        chance = self._chance
+        kind = leaf.kind
+        if leaf.options:
+            options = [value for value in leaf.options if value is not None and self.sides.admits(value, side, leaf.options)]
+            return chance.choice(options) if options else None
+        if kind == "boolean":
+            return chance.random() < 0.5
+        if kind in ("integer", "number"):
+            return self._number(leaf, side)
+        if kind in INVENTED and not (kind in world.known and world.known[kind]):
+            return self._new(MAKERS[kind], side, taken)
+        if kind in ("path", "folder"):
+            return self._path(shape, leaf, world, side, taken, after)
+        if kind == "glob":
+            path = world.take("path", chance)
+            return None if path is None else f"*{PurePosixPath(str(path)).stem[:12]}*"
+        if kind == "name":
+            return self._name(shape, leaf, given, world, side, after)
+        if kind == "sentence":
+            return self._sentence(shape, leaf, given, world, side, after)
+        if kind == "search":
+            return self._searched(shape, world, chance)
+        if kind in ("table", "id", "uri"):
+            if kind == "table" and world.new_tables:
+                world.linked = True
+                return chance.choice(world.new_tables).table.name
+            return self._seen(shape, leaf, world, side)
+        if kind == "category":
+            return (
+                self._new(MAKERS[kind], side, taken) if not self._seen(shape, leaf, world, side) else self._seen(shape, leaf, world, side)
+            )
+        seen = self._seen(shape, leaf, world, side)
+        if seen is not None or kind not in MAKERS:
+            return seen
+        return self._new(MAKERS[kind], side, taken)
+
+    def _seen(self, shape: Shape, leaf: Leaf, world: World, side: Side) -> JsonValue:
+        known = self._found.known(shape, leaf)
+        fitting = [value for value in known if self.sides.admits(value, side, known)]
+        return self._chance.choice(fitting) if fitting else None
+
+    def _new(self, maker: Callable[[random.Random], T], side: Side, taken: Sequence[JsonValue] = ()) -> T | None:
+        for _ in range(200):
+            value = maker(self._chance)
+            if isinstance(value, str | int) and self.sides.of(value) == side and value not in taken:
+                return value
+        return None
+
+    def _number(self, leaf: Leaf, side: Side) -> JsonValue:
+        low, high = leaf.schema.get("minimum"), leaf.schema.get("maximum")
+        if isinstance(low, int | float) or isinstance(high, int | float):
+            first = int(low) if isinstance(low, int | float) else 0
+            last = int(high) if isinstance(high, int | float) else first + 100
+            options: list[JsonValue] = [*range(first, min(last, first + 200) + 1)]
+            self.sides.deal(options)
+            fitting = [value for value in options if self.sides.admits(value, side, options)]
+            return self._chance.choice(fitting) if fitting else None
+        return self._new(number, side)
+
+    def _path(
+        self, shape: Shape, leaf: Leaf, world: World, side: Side, taken: Sequence[JsonValue], after: list[Callable[[], None]]
+    ) -> JsonValue:
+        chance, prefix = self._chance, self._found.prefix
+        exists = shape.reads or shape.verb in ("update", "delete") or (shape.verb == "move" and leaf.role != "target")
+        if leaf.kind == "folder" and exists:
+            folders = world.made.get("folder", [])
+            world.linked = world.linked or bool(folders)
+            return chance.choice(folders) if folders else world.take("folder", chance)
+        if exists:
+            return world.take("path", chance)
+        if leaf.kind == "folder":
+            value = self._new(MAKERS["folder"], side, taken)
+            after.append(lambda: world.make("folder", f"{prefix}{value}"))
+            return None if value is None else f"{prefix}{value}"
+        name = self._new(MAKERS["new path"], side, taken)
+        if name is None:
+            return None
+        made = [str(folder) for folder in world.made.get("folder", []) if folder not in (".", WORKDIR)]
+        inside = chance.choice(made) if made else ""
+        world.linked = world.linked or bool(inside)
+        path = f"{inside}/{name}" if inside else f"{prefix}{name}"
+        if self.sides.of(path) != side:
+            return None
+        root = WORKDIR if prefix else "."
+
+        def remember() -> None:
+            if shape.verb == "move":
+                world.made["path"] = []
+            world.make("path", path)
+            world.make("folder", inside or root)
+
+        after.append(remember)
+        return path
+
+    def _name(
+        self, shape: Shape, leaf: Leaf, given: Sequence[tuple[Leaf, JsonValue]], world: World, side: Side, after: list[Callable[[], None]]
+    ) -> JsonValue:
+        taken = [value for _, value in given]
+        made = [value for value in world.made.get("name", []) if value not in taken]
+        adds = shape.verb in ("add", "update") or bool(leaf.role)
+        if made and (shape.reads or shape.verb == "delete" or adds):
+            world.linked = True
+            return self._chance.choice(made)
+        if shape.reads or shape.verb in ("delete", "update") or (shape.verb == "add" and not leaf.role):
+            return self._seen(shape, leaf, world, side)
+        category = next((str(value) for other, value in given if other.kind == "category"), "")
+        maker = {"person": person, "company": company}.get(
+            category, named if not category and not leaf.role else _titled if category else person
+        )
+        value = self._new(maker, side, taken)
+        after.append(lambda: world.make("name", value))
+        return value
+
+    def _sentence(
+        self, shape: Shape, leaf: Leaf, given: Sequence[tuple[Leaf, JsonValue]], world: World, side: Side, after: list[Callable[[], None]]
+    ) -> JsonValue:
+        thing = next((str(value) for other, value in given if other.kind in ("name", "path")), "")
+        said = world.said.get(thing, [])
+        if shape.verb == "delete" or (shape.verb == "update" and leaf.role == "source"):
+            if not said:
+                return None
+            world.linked = True
+            return self._chance.choice(said)
+        about_thing = any(other.kind == "name" for other in shape.leaves)
+        value = self._new(fact if about_thing else MAKERS["sentence"], side)
+        if value is not None and not shape.reads:
+            after.append(lambda: world.said.setdefault(thing, []).append(str(value)))
+            after.append(lambda: world.make("sentence", value))
+        return value
+
+    def _searched(self, shape: Shape, world: World, chance: random.Random) -> JsonValue:
+        """A word that something there has."""
+        texts = [*map(str, world.made.get("sentence", [])), *map(str, world.made.get("name", []))]
+        if texts:
+            world.linked = True
+        else:
+            texts = [str(value) for value in world.known.get("name", [])]
+        words = [word for text in texts for word in re.findall(r"[A-Za-z]{4,}", text)]
+        return max(chance.sample(words, min(3, len(words))), key=len) if words else None
+
+    def _statement(self, kind: str, world: World, side: Side, after: list[Callable[[], None]]) -> Statement | None:
+        chance = self._chance
+        if kind == "sql_create":
+            names = {rows.table.name for rows in (*world.tables, *world.new_tables)}
+            tables = [table for table in TABLES if self.sides.of(table.name) == side and table.name not in names]
+            if not tables:
+                return None
+            table = chance.choice(tables)
+            after.append(lambda: world.new_tables.append(Rows(table)))
+            return creation(table)
+        rows = chance.choice(world.new_tables) if world.new_tables else chance.choice(world.tables) if world.tables else None
+        if rows is None:
+            return None
+        world.linked = world.linked or bool(world.new_tables)
+        if kind == "sql_read":
+            return question(rows, chance)
+        if rows.rows and chance.random() < 0.3:
+            value = self._new(number, side)
+            return update(rows, value, chance) if value is not None else None
+        row: Row | None = next(
+            (row for row in (new_row(chance) for _ in range(100)) if all(self.sides.of(part) == side for part in row)), None
+        )
+        if row is None:
+            return None
+        after.append(lambda: rows.rows.append(row))
+        return insertion(rows, *row)
+
+    # ---- the request ------------------------------------------------------------------------------------------------------
+
+    def _phrased(self, calls: Sequence[PlannedCall], side: Side) -> Candidate | None:
+        shown: dict[str, str] = {}
+        if len(calls) == 1 and self._chance.random() < self._inferred:
+            shown = _cities(calls[0])
+        if len(calls) == 1:
+            options = _of_side(_wordings(calls[0], shown, joined=False), side)
+            if not options:
+                return None
+            wording = self._chance.choice(options)
+            return _candidate(wording.text, calls, wording.frame, wording.number, "inferred" if shown else "explicit")
+        clauses: list[str] = []
+        names: list[str] = []
+        for call in calls:
+            options = _of_side(_wordings(call, {}, joined=True), side)
+            if not options:
+                return None
+            wording = self._chance.choice(options)
+            clauses.append(wording.text)
+            names.append(f"{wording.frame} {wording.number}")
+        numbers = range(len(JOINS[len(calls) - 2]))
+        chosen = self._chance.choice([n for n in numbers if side_of_wording(n) == side])
+        return _candidate(join(clauses, chosen), calls, " + ".join(names), chosen)
+
+
+def _candidate(text: str, calls: Sequence[PlannedCall], frame: str, wording: int, form: str = "explicit") -> Candidate | None:
+    kind = "single" if len(calls) == 1 else f"chain{len(calls)}"
+    return Candidate(text, tuple(calls), kind, frame, wording, form) if len(text) <= LONGEST_REQUEST else None
+
+
+def side_of_wording(number: int) -> Side:
+    """Every third wording is for the test part."""
+    return "test" if number % 3 == 2 else "train"
+
+
+def _of_side(options: Sequence[Wording], side: Side) -> list[Wording]:
+    return [wording for wording in options if side_of_wording(wording.number) == side]
+
+
+def _wordings(call: PlannedCall, shown: dict[str, str], *, joined: bool) -> list[Wording]:
+    if call.statement is None:
+        return wordings(call.shape, call.given, shown, joined=joined)
+    frame = call.statement.frame
+    templates = frame.does if joined else frame.asks
+    return [Wording(frame.name, number, fill(template, call.statement.slots)) for number, template in enumerate(templates)]
+
+
+def _cities(call: PlannedCall) -> dict[str, str]:
+    """What is said instead of zones, if all of them are named after cities that everybody knows."""
+    leaves = [leaf for leaf, _ in call.given]
+    cities = {slot_of(leaf, leaves): city_of(str(value)) for leaf, value in call.given if leaf.kind == "timezone"}
+    return {slot: city for slot, city in cities.items() if city} if all(cities.values()) else {}
+
+
+def _order(leaf: Leaf) -> int:
+    """What other values depend on comes first."""
+    return {"category": 0, "folder": 1, "path": 1, "name": 2}.get(leaf.kind, 3)
+
+
+def _titled(chance: random.Random) -> str:
+    return f"{MAKERS['text'](chance)} {MAKERS['city'](chance)}".title()
+
+
+def _known_rows(name: str, content: JsonObject) -> Rows | None:
+    """A table that was seen, if it has a text and a number column."""
+    columns, rows = content.get("columns"), content.get("rows")
+    if not isinstance(columns, list) or not isinstance(rows, list) or not rows:
+        return None
+    first = rows[0] if isinstance(rows[0], list) else []
+    text = next((i for i, cell in enumerate(first) if isinstance(cell, str)), None)
+    value = next((i for i, cell in enumerate(first) if isinstance(cell, int) and str(columns[i]).lower() not in ("id", "rowid")), None)
+    if text is None or value is None:
+        return None
+    cells = [(str(row[text]), int(str(row[value]))) for row in rows if isinstance(row, list) and isinstance(row[value], int)]
+    unique = [cell for cell in cells if sum(other[0] == cell[0] for other in cells) == 1]
+    return Rows(Table(name, str(columns[text]), str(columns[value])), unique[:20])

@@ -1,0 +1,158 @@
+"""What a right final answer must contain: the most telling values of the last result, and how to find them in an answer."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pydantic import JsonValue
+
+from ...core.records import JsonObject
+from .kinds import Shape, words_of
+from .masks import ISO, path_text
+from .values import Path, at, canonical, leaves_of, parsed
+
+MOST_FACTS = 4
+LONGEST_FACT = 80
+_WANTED = {"target", "to", "result", "output", "value", "answer", "converted", "total", "sum", "count", "size", "temperature", "price"}
+_GIVEN = {"source", "from", "input", "request", "original"}
+_TITLES = {"name", "title", "path"}
+_DULL = {"id", "cid", "type", "pk", "notnull", "kind", "status", "permissions", "rowid", "isfile", "isdirectory", "version", "mime"}
+_MARKED = re.compile(r"^\[(?:FILE|DIR)\] (.+?)(?:\s{2,}.*)?$")
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """`path` leads to it in the result of call `call`; `form` says which part of it (`time`, `date`, or all). `live`: it moves."""
+
+    call: int
+    path: Path
+    form: str
+    text: str
+    live: bool = False
+
+    def dump(self) -> JsonObject:
+        return {"call": self.call, "path": list(self.path), "form": self.form}
+
+
+def facts_of(
+    shape: Shape, index: int, arguments: JsonObject, result: str, earlier: Sequence[JsonObject], volatile: Sequence[str]
+) -> list[Fact]:
+    """The facts in the result of one call. Values that were given to it are none; [] if nothing short enough stands out, or if
+    what was asked for stands in the request already."""
+    value = parsed(result)
+    own = {str(leaf).strip().lower() for _, leaf in leaves_of(arguments)}
+    before = {str(leaf).strip().lower() for call in earlier for _, leaf in leaves_of(call)}
+    if isinstance(value, str):
+        return [Fact(index, ("[line]", line), "", text) for line, text in _in_text(value, own)] if not volatile else []
+    groups: dict[Path, list[Fact]] = {}
+    for path, leaf in leaves_of(value):
+        fact = _fact(shape, index, path, leaf, volatile)
+        if fact is not None:
+            general = tuple("[]" if part.startswith("[") else part for part in path)
+            groups.setdefault(general, []).append(fact)
+    best: tuple[float, list[Fact]] = (0.0, [])
+    most = 0.0
+    trivial = False
+    for path, found in groups.items():
+        texts = {fact.text.lower() for fact in found}
+        if len(texts) > MOST_FACTS:
+            continue
+        worth = _score(shape, path)
+        if worth > most:
+            most, trivial = worth, bool(texts & own) and bool(_asked(path))
+        score = worth - 8 * bool(texts & own or any(_within(text, own) for text in texts)) - bool(texts & before)
+        if score > best[0]:
+            best = (score, list({fact.text: fact for fact in found}.values()))
+    return [] if trivial else best[1]
+
+
+def _asked(path: Path) -> set[str]:
+    return {word for part in path if not part.startswith("[") for word in words_of(part)} & _WANTED
+
+
+def _within(text: str, given: set[str]) -> bool:
+    """Whether it is an argument with something around it."""
+    return any(len(value) > 3 and value in text for value in given)
+
+
+def _fact(shape: Shape, index: int, path: Path, leaf: JsonValue, volatile: Sequence[str]) -> Fact | None:
+    if isinstance(leaf, bool) or leaf is None or leaf == "" or (isinstance(leaf, str) and (len(leaf) > LONGEST_FACT or "\n" in leaf)):
+        return None
+    form = ""
+    match = ISO.fullmatch(leaf) if isinstance(leaf, str) else None
+    if match:
+        about_time = "time" in shape.object or any(other.kind == "time" for other in shape.leaves)
+        form = "time" if match[2] and about_time else "date"
+    where = path_text(path)
+    moves = where in volatile or (f"{where} date" in volatile and form != "time")
+    return Fact(index, path, form, shaped(leaf, form), live=moves)
+
+
+def shaped(leaf: JsonValue, form: str) -> str:
+    """The part of a value that is the fact."""
+    match = ISO.search(str(leaf)) if form else None
+    if match:
+        return str(match[2]) if form == "time" and match[2] else match[1]
+    return str(leaf)
+
+
+def _score(shape: Shape, path: Path) -> float:
+    names = [part for part in path if not part.startswith("[")]
+    words = {word for name in names for word in words_of(name)}
+    last = names[-1].lower() if names else ""
+    about = set(shape.object.split()) | {word for leaf in shape.leaves for word in leaf.label.split()}
+    score = 2.0 + 3 * bool(words & _WANTED) - 3 * bool(words & _GIVEN) - 3 * (last in _DULL or last == "timezone")
+    score += 1.5 * bool(set(words_of(last)) & _TITLES) + 2 * any(word in last and word != last for word in about if len(word) > 3)
+    return score + 0.5 * (last in ("observations", "content", "text")) + 2 * (last == "observations" or path[-1:] == ("[]",))
+
+
+def _in_text(text: str, own: set[str]) -> list[tuple[str, str]]:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    marked = [match[1] for line in lines if (match := _MARKED.match(line))]
+    if marked:
+        return [("", name) for name in marked] if len(marked) <= MOST_FACTS else []
+    if len(lines) == 1 and len(lines[0]) <= LONGEST_FACT:
+        numbers = [n for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])", lines[0]) if canonical(n) not in {canonical(v) for v in own}]
+        if len(numbers) == 1 and any(value in lines[0] for value in own):
+            return [("", numbers[0])]
+        return [("", lines[0].strip("'\""))]
+    return [("", line) for line in lines] if 0 < len(lines) <= MOST_FACTS and max(map(len, lines)) <= LONGEST_FACT else []
+
+
+def live_text(fact: Mapping[str, JsonValue], result: str) -> str | None:
+    """A fact read anew from a result; None if it is not there."""
+    path, form = fact.get("path"), fact.get("form")
+    if not isinstance(path, list):
+        return None
+    leaf = at(parsed(result), tuple(str(part) for part in path))
+    return None if leaf is None or isinstance(leaf, dict | list) else shaped(leaf, str(form or ""))
+
+
+def told(fact: str, answer: str) -> bool:
+    """Whether an answer says a fact: commas in numbers, quotes, case and the 12-hour clock make no difference."""
+    spoken = _spoken(answer)
+    return any(re.search(rf"(?<![\w.]){re.escape(form)}(?![\w]|\.\d)", spoken) for form in _forms(_spoken(fact)) if form)
+
+
+def _spoken(text: str) -> str:
+    text = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text.lower())
+    text = re.sub(r"[\"'`“”‘’*]", "", text)
+    text = re.sub(r"(\d{1,2})(?::(\d{2}))?\s*([ap])\.?m\b\.?", _to_24, text)
+    return " ".join(text.split()).strip(" .") if len(text) < 100_000 else text
+
+
+def _to_24(match: re.Match[str]) -> str:
+    hour = int(match[1]) % 12 + (12 if match[3] == "p" else 0)
+    return f"{hour:02d}:{match[2] or '00'}"
+
+
+def _forms(fact: str) -> list[str]:
+    if re.fullmatch(r"0\d:\d{2}", fact):
+        return [fact, fact[1:]]
+    if re.fullmatch(r"-?\d+\.0+", fact):
+        return [fact, fact.split(".")[0]]
+    if re.fullmatch(r"-?\d+", fact):
+        return [fact, f"{fact}.0"]
+    return [fact]
