@@ -101,6 +101,26 @@ def test_a_job_killed_as_a_phase_begins_ends_in_the_same_weights_bit_for_bit(
     assert digest(home, 1) == digest(unbroken[0], 1)
 
 
+def test_a_killed_second_job_goes_on_with_the_optimizer_as_the_first_one_left_it(
+    recorded: tuple[Path, Any], unbroken: tuple[Path, dict[str, Any]], tmp_path: Path
+) -> None:
+    """Before the first job the optimizer is empty: only a later one, against a process that never ended, tells whether it comes back."""
+    undisturbed, home = tmp_path / "undisturbed", tmp_path / "home"
+    shutil.copytree(recorded[0], undisturbed)
+    shutil.copytree(unbroken[0], home)
+    with ServerProcess(undisturbed) as server:
+        for _ in range(2):
+            server.end_of(server.post("/api/train-jobs", job(recorded[1]))["id"])
+    with ServerProcess(home, kill_at="forward_backward") as server:
+        server.client.post("/api/train-jobs", json=job(recorded[1]), headers={"idempotency-key": "step-2"})
+        server.wait_until_killed()
+    with ServerProcess(home) as server:
+        again = server.post("/api/train-jobs", job(recorded[1]), **{"idempotency-key": "step-2"})
+        result = server.end_of(again["id"])["result"]
+    assert (result["status"], result["previous_step"], result["step"]) == ("trained", 1, 2), result
+    assert digest(home, 2) == digest(undisturbed, 2)
+
+
 def test_equal_rewards_update_nothing_and_say_so(recorded: tuple[Path, Any], tmp_path: Path) -> None:
     home = tmp_path / "home"
     shutil.copytree(recorded[0], home)
