@@ -8,7 +8,7 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= passive
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint bench conformance clean
 install:
 	@test -n "$(PYTHON)" || { echo "Apprentice needs Python 3.11 or newer, and none was found on PATH." >&2; exit 2; }
 	@$(PYTHON) tools/setup_env.py --venv $(VENV)
@@ -26,6 +26,9 @@ lint: install
 
 bench: install
 	@for script in benchmarks/[a-z]*.py; do echo "== $$script"; $(PY) $$script || exit 1; done
+
+conformance: install
+	$(PY) tools/conformance.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis

@@ -76,16 +76,16 @@ def argv(name: str, *start: str) -> list[str]:
     return [*program, *(start or recipe.start)]
 
 
-def install(name: str) -> Path:
+def install(name: str, recipe: Recipe | None = None) -> Path:
     """The folder of the installed server. Any number of processes may ask at once; one installs, the others wait."""
-    recipe = RECIPES[name]
+    recipe = recipe or RECIPES[name]
     folder = recipe.folder(name)
     if (folder / READY).exists():
         return folder
     with _locked(folder.with_name(f"{folder.name}.lock")):
         if not (folder / READY).exists():
             shutil.rmtree(folder, ignore_errors=True)  # an installation that was interrupted
-            print(f"Installing the MCP server {name} (once)", file=sys.stderr, flush=True)
+            print(f"Installing {name} (once)", file=sys.stderr, flush=True)
             (_install_pip if recipe.kind == "pip" else _install_npm)(folder, recipe.packages)
             (folder / READY).touch()
     return folder
