@@ -47,7 +47,8 @@ class Wire:
 
     @property
     def env(self) -> dict[str, str]:
-        return environment({**self.resolved.env, **(self.place.marks if self.place else {})})
+        private = {"TMPDIR": str(self.place.temporary)} if self.place else {}
+        return environment({**private, **self.resolved.env, **(self.place.marks if self.place else {})})
 
     @property
     def cwd(self) -> Path | None:

@@ -33,6 +33,7 @@ _VARIABLE = re.compile(
     + _NAME
     + r"|KeyError: '([A-Z][A-Z0-9_]{2,})'"
 )
+_NOT_FOUND = re.compile(r"can't open file|No module named|Cannot find module|No such file or directory|ENOENT")
 
 
 @dataclass(slots=True)
@@ -94,7 +95,7 @@ def _command(evidence: Evidence) -> str:
     last = f"; its last lines: {evidence.tail}" if evidence.tail else "; it wrote nothing to its log"
     shown = f", and wrote to its output: {evidence.output}" if evidence.output else ""
     if evidence.exit_code is not None:
-        return f"{server} ended with {ending(evidence.exit_code)} before it spoke MCP{shown}{_advice(evidence.tail)}{last}"
+        return f"{server} ended with {ending(evidence.exit_code)} before it spoke MCP{shown}{_advice(evidence)}{last}"
     if evidence.timed_out:
         waited = f"did not answer the MCP handshake within {evidence.server.connect_seconds:g} s"
         return f"{server} {waited}{shown}; is `{_shown(evidence)}` an MCP server on stdio?{_logged(evidence)}"
@@ -123,13 +124,15 @@ def ending(code: int) -> str:
         return f"signal {-code}"
 
 
-def _advice(tail: str) -> str:
+def _advice(evidence: Evidence) -> str:
     for version, sign in _OLD.items():
-        if sign.search(tail):
+        if sign.search(evidence.tail):
             return f'; it was written for an older MCP SDK: install it in an environment of its own together with "{version}"'
-    if match := _VARIABLE.search(tail):
+    if match := _VARIABLE.search(evidence.tail):
         name = match[1] or match[2] or match[3]
         return f"; it seems to need the environment variable {name}: give it with --env {name}=…, or in env"
+    if evidence.server.cwd is None and _NOT_FOUND.search(evidence.tail):
+        return "; it runs in a folder of its own: name files by absolute paths, or give a cwd"
     return ""
 
 
@@ -150,7 +153,8 @@ def _url(evidence: Evidence) -> str:
         return f"{server} refused access with HTTP status {evidence.status}: {want}"
     tls = next((error for error in evidence.errors if isinstance(error, ssl.SSLError)), None)
     if tls is not None or "CERTIFICATE_VERIFY" in " ".join(map(str, evidence.errors)):
-        return f"{server} cannot be trusted, because the TLS connection failed: {tls.reason if tls is not None else _reason(evidence)}"
+        why = (tls.reason if tls is not None else None) or _reason(evidence)
+        return f"{server} cannot be trusted, because the TLS connection failed: {why}"
     refused = next((error for error in evidence.errors if type(error).__name__ in ("ConnectError", "ConnectTimeout")), None)
     if refused is not None:
         return f"nothing answers at {url} for the server {evidence.server.name!r}: {refused}"

@@ -112,9 +112,6 @@ class McpEnvironment:
                 found[name] = seen
         return found
 
-    async def aclose(self) -> None:
-        await _close(list(self.sessions.values()))
-
 
 def _object(arguments: JsonValue) -> tuple[JsonObject | None, str]:
     """The arguments as an object, or the sentence that says why they are none."""

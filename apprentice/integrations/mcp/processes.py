@@ -107,9 +107,12 @@ class Place:
         self.id = secrets.token_hex(6)
         self.folder = self._ground.root / self.id
         self.workdir = self.folder / "work"
+        self.temporary = self.folder / "tmp"
+        """The server's TMPDIR: what it forgets there goes with the session."""
         self.log = self.folder / "stderr.log"
         self._groups: dict[int, int] = {}
         self.workdir.mkdir(parents=True)
+        self.temporary.mkdir()
 
     @property
     def marks(self) -> dict[str, str]:
@@ -130,14 +133,10 @@ class Place:
         return dead
 
     def remove(self) -> None:
-        shutil.rmtree(self.folder, onerror=_writable)
-
-
-def _writable(function: object, path: str, _: object) -> None:
-    """A folder that a server made read-only: made writable, and tried once more."""
-    try:
-        os.chmod(os.path.dirname(path), 0o700)
-        os.chmod(path, 0o700)
-        shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) and not os.path.islink(path) else os.unlink(path)
-    except OSError:
-        pass
+        shutil.rmtree(self.folder, ignore_errors=True)
+        if self.folder.exists():  # a server made a folder in it read-only
+            for root, folders, _ in os.walk(self.folder):
+                for name in folders:
+                    with suppress(OSError):
+                        os.chmod(os.path.join(root, name), 0o700)
+            shutil.rmtree(self.folder, ignore_errors=True)

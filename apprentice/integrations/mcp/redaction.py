@@ -1,7 +1,8 @@
 """Values that must not be seen: taken out of every text that leaves this machine's memory.
 
-What counts as secret: bearer tokens, header values, everything that came from the environment by `${VAR}`, values after options
-such as `--api-key`, passwords and query values of URLs, and values of variables unless they plainly are none (paths, flags).
+What counts as secret: bearer tokens, what came from the environment by `${VAR}` (but paths and the like), values after options
+such as `--api-key`, passwords and query values of URLs, and values of variables and headers that are called a key, token or
+password or look like one.
 """
 
 from __future__ import annotations
@@ -19,12 +20,15 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
 from pydantic import JsonValue
 
 MARK = "•••"
+TOKEN_LENGTH = 8
 SHORTEST = 4
 """Shorter values are not looked for: they would be found inside other words everywhere."""
 _TELLING = re.compile(r"key|token|secret|passw|passphrase|credential|auth|cookie|dsn|signature", re.IGNORECASE)
+_TOKEN = re.compile(r"(?=.*[A-Za-z])(?=.*\d)[^\s/]+(?:[/+=][^\s/]*)*")
 _HARMLESS = re.compile(
-    r"(?:true|false|yes|no|on|off|none|null|debug|info|warn(?:ing)?|error|production|development|test|utf-?8|utc)", re.IGNORECASE
+    r"true|false|yes|no|on|off|none|null|debug|info|warn(?:ing)?|error|production|development|test|utf-?8|utc", re.IGNORECASE
 )
+_COMMON = {"HOME", "HOSTNAME", "LANG", "LOGNAME", "PATH", "PWD", "SHELL", "TERM", "TMPDIR", "TZ", "USER"}
 _logger = logging.getLogger("apprentice")
 _ours: ContextVar[bool] = ContextVar("apprentice_mcp_ours", default=False)
 _LOGGERS = ("client", "httpx2", "mcp.client.sse", "mcp.client.stdio", "mcp.client.streamable_http", "mcp.shared.jsonrpc_dispatcher")
@@ -35,11 +39,20 @@ def telling(name: str) -> bool:
     return bool(_TELLING.search(name))
 
 
-def plain(name: str, value: str) -> bool:
-    """Whether a variable's value is plainly no secret."""
+def secret(name: str, value: str) -> bool:
+    """Whether the value of a variable or header is to be hidden: by its name, or because it looks like a token."""
     if telling(name):
-        return False
-    return "{workdir}" in value or value.startswith(("/", "./", "~")) or bool(_HARMLESS.fullmatch(value)) or value.isdecimal()
+        return True
+    return (
+        len(value) >= TOKEN_LENGTH and bool(_TOKEN.fullmatch(value)) and not value.startswith(("/", "./", "~")) and "{workdir}" not in value
+    )
+
+
+def borrowed_secret(name: str, value: str) -> bool:
+    """Whether a value that came from our own environment is to be hidden: it is, unless it plainly is none."""
+    if telling(name):
+        return True
+    return name not in _COMMON and not value.startswith(("/", "./", "~")) and not _HARMLESS.fullmatch(value) and not value.isdecimal()
 
 
 class Redactor:

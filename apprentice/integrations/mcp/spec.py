@@ -18,7 +18,7 @@ from pydantic import Field, FiniteFloat, JsonValue, ValidationError, model_valid
 
 from ...core.errors import ConfigError
 from ...core.records import JsonObject, Record
-from .redaction import Redactor, argument_secrets, plain, public_url, url_secrets
+from .redaction import Redactor, argument_secrets, borrowed_secret, public_url, secret, telling, url_secrets
 
 Isolation = Literal["process", "session", "shared"]
 Transport = Literal["stdio", "http", "sse"]
@@ -108,11 +108,14 @@ class McpServer(Record):
         return allowed and not any(fnmatchcase(tool, pattern) for pattern in self.deny)
 
     def resolve(self, workdir: Path | None) -> Resolved:
-        """The spec with `{workdir}` and `${VAR}` filled in. ConfigError if a variable is not set."""
+        """The spec with `{workdir}` and `${VAR}` filled in. ConfigError if a variable is not set.
+
+        Without a `cwd` the server runs in its private folder: what the command names relative to ours is named absolutely.
+        """
         fill = _Filler(self.name, workdir)
         headers = {name: fill(value, f"header {name}") for name, value in self.headers.items()}
         return Resolved(
-            command=tuple(fill(part, "command") for part in self.command),
+            command=tuple(fill(part if self.cwd is not None else _absolute(part), "command") for part in self.command),
             env={name: fill(value, f"env {name}") for name, value in self.env.items()},
             cwd=fill(self.cwd, "cwd") if self.cwd is not None else None,
             url=fill(self.url, "url") if self.url is not None else None,
@@ -140,11 +143,13 @@ class McpServer(Record):
         return self.redactor().text(text)
 
     def _secrets(self) -> list[str]:
-        every = [*self.command, *self.env.values(), *self.headers.values(), self.url or "", self.cwd or ""]
-        found = [os.environ.get(match[1]) or match[2] or "" for text in every for match in _VARIABLE.finditer(text)]
-        found += [value for name, value in self.env.items() if not plain(name, value) and not _VARIABLE.search(value)]
-        for value in self.headers.values():
-            found += [value, *value.split()[1:]]  # "Bearer X": X by itself too
+        named = {**self.env, **self.headers}
+        found = [part for name, value in named.items() if secret(name, value) for part in (value, *value.split()[1:])]  # "Bearer X": X too
+        for name, text in (*named.items(), *(("", text) for text in (*self.command, self.url or "", self.cwd or ""))):
+            for match in _VARIABLE.finditer(text):
+                value = os.environ.get(match[1]) or match[2] or ""
+                if telling(name) or borrowed_secret(match[1], value):
+                    found.append(value)
         if self.bearer_env:
             found.append(os.environ.get(self.bearer_env, "").strip())
         return [*found, *argument_secrets(self.command), *url_secrets(self.url or "")]
@@ -191,6 +196,18 @@ class _Filler:
 
         filled = _VARIABLE.sub(variable, text)
         return filled.replace(WORKDIR, str(self._workdir)) if self._workdir is not None else filled
+
+
+def _absolute(part: str) -> str:
+    """An argument that is a relative path to something that exists, made absolute; in `--option=PATH` the path."""
+    option, joined, path = part.rpartition("=") if part.startswith("-") else ("", "", part)
+    looks = "/" in path or path.startswith(".") or "." in path
+    if not looks or path.startswith(("-", "/", "~")) or WORKDIR in path:
+        return part
+    here = Path(path)
+    if not (here.is_file() or (("/" in path or path.startswith(".")) and here.is_dir())):
+        return part
+    return f"{option}{joined}{here.absolute()}"
 
 
 def name_of_command(command: list[str]) -> str:

@@ -288,7 +288,8 @@ async def test_a_certificate_that_cannot_be_trusted_is_told(tmp_path: Path) -> N
         ("Please set the OPENAI_API_KEY environment variable", "--env OPENAI_API_KEY=…"),
         ("BRAVE_API_KEY is not set", "--env BRAVE_API_KEY=…"),
         ("ERROR_LOG opened", None),
-        ("ModuleNotFoundError: No module named 'numpy'", None),
+        ("python: can't open file '/tmp/x/server.py'", "name files by absolute paths, or give a cwd"),
+        ("Segmentation fault", None),
     ],
 )
 def test_last_words_of_known_kinds_come_with_advice(last_words: str, advice: str | None) -> None:
@@ -307,6 +308,24 @@ async def test_a_server_that_dies_of_the_newest_protocol_is_asked_the_old_way_fr
         assert len(starts) == expected
     methods = [frame.message.get("method") for frame in session.frames if frame.direction == "out"]
     assert methods[0] == "initialize"
+
+
+async def test_a_server_that_does_not_answer_the_newest_way_costs_the_wait_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(session_module, "_modes", {})
+    monkeypatch.setattr("mcp.client.session.DISCOVER_TIMEOUT_SECONDS", 0.2)
+    script = tmp_path / "ignores.py"
+    script.write_text(
+        f"import sys; sys.path.insert(0, {str(mcp_servers.HOSTILE)!r})\n"
+        "from rpc import Server, echo, tool\n"
+        "server = Server([tool('echo')], echo)\n"
+        "answer = server.answer\n"
+        "server.answer = lambda message: answer(message) if message['method'] in server.methods else None\n"
+        "server.serve()\n"
+    )
+    for expected in ("server/discover", "initialize"):
+        async with McpSession(McpServer(command=(sys.executable, str(script)))) as session:
+            assert (await session.call("echo", {})).ok
+            assert session.frames[0].message["method"] == expected
 
 
 async def test_a_modern_server_is_asked_the_newest_way() -> None:

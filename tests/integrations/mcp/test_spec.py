@@ -159,6 +159,19 @@ def test_variables_and_the_folder_are_filled_in_when_a_session_starts(monkeypatc
         bearer.bearer()
 
 
+def test_files_named_relative_to_our_folder_are_found_from_the_servers_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "test").mkdir()
+    (tmp_path / "server.py").touch()
+    monkeypatch.chdir(tmp_path)
+    server = parse_server("python server.py --mode test --root ./data --db=data/x.db --out=./data . {workdir}/y other.py -v1.2")
+    assert server.resolve(Path("/w")).command == (
+        *("python", f"{tmp_path}/server.py", "--mode", "test", "--root", f"{tmp_path}/data", "--db=data/x.db"),
+        *(f"--out={tmp_path}/data", str(tmp_path), "/w/y", "other.py", "-v1.2"),
+    )
+    assert parse_server("python server.py", cwd="/x").resolve(None).command == ("python", "server.py")
+
+
 def test_no_secret_is_in_what_may_be_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VAULT", "from-the-environment")
     monkeypatch.setenv("TOKEN_VAR", "the-bearer-token")
@@ -180,6 +193,9 @@ def test_no_secret_is_in_what_may_be_shown(monkeypatch: pytest.MonkeyPatch) -> N
             assert value not in server.redact(f"it said {value} and {json.dumps(value)}")
     assert command.redact("pass%2Fword%2B1") == MARK  # as it stands in a URL
     assert command.redact("debug in {workdir}/data") == "debug in {workdir}/data"
+    common = McpServer(command=("x", "${HOME}"), env={"GREETING": "hello", "NAME": "${USER:-nobody}", "MODE": "memory"})
+    assert common.redact(f"hello memory {Path.home()}") == f"hello memory {Path.home()}"
+    assert McpServer(url="http://x/y", headers={"Accept": "application/json"}).redact("application/json") == "application/json"
     assert command.public()["env"] == ["DATA", "DB_PASSWORD", "LEVEL", "LICENCE"]
     assert url.public()["url"] == f"https://example.com/mcp?key={MARK}&v={MARK}"
 
