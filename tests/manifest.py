@@ -218,5 +218,57 @@ MANIFEST: tuple[Promise, ...] = (
         "docs/mcp.md",
         (f"{MCP}/test_langchain.py",),
     ),
+    Promise(
+        "mcp-specs",
+        "a server is a command, a URL or an entry of an mcpServers file; what is wrong names key and line",
+        "docs/mcp.md",
+        (f"{MCP}/test_spec.py",),
+    ),
+    Promise(
+        "mcp-secrets",
+        "no secret of a server's configuration is in a reply, a recorded message, a report, an error or a log",
+        "docs/mcp.md",
+        (
+            f"{MCP}/test_spec.py::test_no_secret_is_in_what_may_be_shown",
+            f"{MCP}/test_spec.py::test_the_sdks_loggers_write_no_secret_while_a_session_is_open",
+            f"{MCP}/test_session.py::test_a_secret_is_in_no_reply_no_frame_and_no_log",
+            f"{MCP}/test_session.py::test_a_refused_token_is_told_without_the_token",
+        ),
+    ),
+    Promise(
+        "mcp-repairs",
+        "servers with faults that can be put right work, and every repair is told",
+        "docs/mcp.md",
+        (f"{MCP}/test_transport.py", f"{MCP}/test_session.py::test_servers_with_faults_that_can_be_put_right_work_and_the_repair_is_told"),
+    ),
+    Promise(
+        "mcp-one-sentence",
+        "a server that cannot be used says why in one sentence",
+        "docs/mcp.md",
+        (
+            f"{MCP}/test_session.py::test_a_server_that_cannot_be_used_is_one_sentence",
+            f"{MCP}/test_session.py::test_what_http_says_instead_of_mcp_is_told",
+            f"{MCP}/test_session.py::test_a_certificate_that_cannot_be_trusted_is_told",
+        ),
+    ),
+    Promise(
+        "mcp-isolation",
+        "rollouts on stateful servers at the same time do not see each other, and equal runs leave an equal state",
+        "docs/mcp.md",
+        (
+            f"{MCP}/test_environment.py::test_rollouts_on_sqlite_and_memory_at_the_same_time_do_not_see_each_other",
+            f"{MCP}/test_environment.py::test_two_runs_that_did_the_same_have_the_same_state_and_others_another",
+        ),
+    ),
+    Promise(
+        "mcp-nothing-left",
+        "no server, child of a server or private folder is left, also when the trainer is killed",
+        "docs/mcp.md",
+        (
+            f"{MCP}/test_session.py::test_a_killed_trainer_leaves_no_server_no_child_and_no_folder",
+            f"{MCP}/test_session.py::test_children_that_outlive_their_server_are_ended_with_the_session",
+            f"{MCP}/test_environment.py::test_200_rollouts_in_a_row_leave_no_process_no_file_and_no_growing_memory",
+        ),
+    ),
     Promise("thin-client", "`import apprentice` needs only httpx and pydantic", "DESIGN 2", ("test_import_rules.py",)),
 )

@@ -39,10 +39,25 @@ async def environment(*servers: McpServer, resources: bool = False) -> AsyncIter
         yield env
 
 
-def own_processes() -> list[int]:
+def _processes() -> set[int]:
     """Our children of every generation, without zombies."""
     children = psutil.Process().children(recursive=True)
-    return [child.pid for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE]
+    return {child.pid for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE}
+
+
+_others: set[int] = set()
+
+
+@pytest.fixture(autouse=True)
+def others() -> None:
+    """What runs already, for other tests of this process."""
+    _others.clear()
+    _others.update(_processes())
+
+
+def own_processes() -> list[int]:
+    """Children that were started in this test and still run."""
+    return sorted(_processes() - _others)
 
 
 # ---- what a model's call becomes -----------------------------------------------------------------------------------------
