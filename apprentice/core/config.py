@@ -38,7 +38,7 @@ class OptimizerConfig(Record):
     tokens_per_microbatch: Annotated[int, Field(ge=64)] = 8192
     """Bound on the packed forest's tokens in one forward and backward pass. Larger single trees are split by leaves."""
     activation_memory_gib: Positive | None = None
-    """Bound on the memory of one forward and backward pass, kept by smaller passes or by computing layers again. None: 1 GiB
+    """Bound on the memory of one forward and backward pass, kept by smaller passes or by computing layers again. None: 0.6 GiB
     on CPU, a quarter of a GPU's memory."""
 
 
