@@ -24,13 +24,15 @@ from .kinds import Leaf, Shape
 from .phrases import JOINS, Wording, fill, join, slot_of, wordings
 from .spec import WORKDIR
 from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
-from .stock import MAKERS, TABLES, Table, city_of, company, fact, named, number, person
+from .stock import MAKERS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
 from .values import canonical, put
 
 Side = Literal["train", "test"]
 T = TypeVar("T")
 TRIES = 40
 LONGEST_REQUEST = 400
+HERE = "the current folder"
+"""How people say where they are."""
 _NOT_FOR_TASKS = re.compile(r"\bdeprecated\b", re.IGNORECASE)
 
 
@@ -102,8 +104,12 @@ class World:
     made: dict[str, list[JsonValue]] = field(default_factory=dict[str, list[JsonValue]])
     tables: list[Rows] = field(default_factory=list[Rows])
     new_tables: list[Rows] = field(default_factory=list[Rows])
+    triples: list[tuple[JsonValue, JsonValue, JsonValue]] = field(default_factory=list[tuple[JsonValue, JsonValue, JsonValue]])
+    """(source, relation, target), as recorded."""
     said: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
     """What was noted about a thing."""
+    things: set[str] = field(default_factory=set[str])
+    """Names that are no person's."""
     linked: bool = False
     """Whether the call being made uses something that was made."""
 
@@ -136,14 +142,12 @@ class Composer:
         self.readers = [shape for shape in usable if shape.reads]
         self.changers = [shape for shape in usable if shape.function in exploration.changing]
 
-    def candidate(
-        self, side: Side, length: int, uses: Counter[tuple[str, ...]], hopeless: Callable[[tuple[str, ...]], bool]
-    ) -> Candidate | None:
+    def candidate(self, side: Side, length: int, uses: Counter[tuple[str, ...]], admits: Callable[[Candidate], bool]) -> Candidate | None:
         """A task of so many calls for a part; sequences of tools that were used least come first. None if none comes to mind."""
         made: list[Candidate] = []
         for _ in range(TRIES):
             found = self._attempt(side, length)
-            if found is not None and not hopeless(found.functions):
+            if found is not None and admits(found):
                 made.append(found)
             if len(made) == 6:
                 break
@@ -160,7 +164,7 @@ class Composer:
             call = self._call(self._chance.choice(pool), world, side)
             if call is None or (index and not world.linked):
                 return None
-            if calls and call.shape.function == calls[-1].shape.function:
+            if calls and (call.shape.function == calls[-1].shape.function or (calls[-1].shape.verb == "delete" and not call.shape.reads)):
                 return None
             calls.append(call)
         return self._phrased(calls, side)
@@ -192,10 +196,17 @@ class Composer:
         given: list[tuple[Leaf, JsonValue]] = []
         statement: Statement | None = None
         after: list[Callable[[], None]] = []
+        if _MEDIA & set(shape.object.split()):
+            return None
+        triple = _triple(shape, world, self._chance)
         for leaf in (*sorted(shape.required, key=_order), *self._optional(shape)):
             if leaf.kind.startswith("sql"):
                 statement = self._statement(leaf.kind, world, side, after)
                 value: JsonValue = statement.sql if statement else None
+            elif triple is not None and _part(leaf):
+                value = triple.get(_part(leaf))
+            elif _MANY & set(shape.object.split()) and leaf.many:
+                value = self._several(leaf, world)
             else:
                 value = self._value(shape, leaf, given, world, side, after)
             if value is None:
@@ -203,12 +214,23 @@ class Composer:
             given.append((leaf, value))
         ordered = [pair for leaf in shape.leaves for pair in given if pair[0] is leaf]
         for leaf, value in ordered:
-            put(arguments, leaf.path, value)
+            if isinstance(value, list):
+                put(arguments, leaf.path[:-1], value)
+            else:
+                put(arguments, leaf.path, value)
+        _remember_deeds(shape, ordered, world, after)
         if not shape.required and shape.reads and (world.made or world.new_tables):
             world.linked = True  # an overview shows what was made; that it does is checked when it has run
         for remember in after:
             remember()
         return PlannedCall(shape, arguments, tuple(ordered), statement)
+
+    def _several(self, leaf: Leaf, world: World) -> JsonValue:
+        """Two things that exist, for tools made for many at once."""
+        made, known = world.made.get(leaf.kind, []), world.known.get(leaf.kind, [])
+        every = [*dict.fromkeys(str(value) for value in (*made, *known))]
+        world.linked = world.linked or bool(made)
+        return [*self._chance.sample(every, 2)] if len(every) > 1 else None
 
     def _optional(self, shape: Shape) -> list[Leaf]:
         """Optional leaves are mostly left out."""
@@ -230,7 +252,7 @@ class Composer:
             return chance.random() < 0.5
         if kind in ("integer", "number"):
             return self._number(leaf, side)
-        if kind in INVENTED and not (kind in world.known and world.known[kind]):
+        if kind in INVENTED and not (world.known.get(kind)):
             return self._new(MAKERS[kind], side, taken)
         if kind in ("path", "folder"):
             return self._path(shape, leaf, world, side, taken, after)
@@ -345,7 +367,12 @@ class Composer:
             world.linked = True
             return self._chance.choice(said)
         about_thing = any(other.kind == "name" for other in shape.leaves)
-        value = self._new(fact if about_thing else MAKERS["sentence"], side)
+        category = next((str(value) for other, value in given if other.kind == "category"), "person")
+        if category != "person":
+            world.things.add(thing)
+        elif thing in world.things:
+            category = "thing"
+        value = self._new((fact if category == "person" else thing_fact) if about_thing else MAKERS["sentence"], side)
         if value is not None and not shape.reads:
             after.append(lambda: world.said.setdefault(thing, []).append(str(value)))
             after.append(lambda: world.make("sentence", value))
@@ -358,8 +385,8 @@ class Composer:
             world.linked = True
         else:
             texts = [str(value) for value in world.known.get("name", [])]
-        words = [word for text in texts for word in re.findall(r"[A-Za-z]{4,}", text)]
-        return max(chance.sample(words, min(3, len(words))), key=len) if words else None
+        found = [word for text in texts for word in re.findall(r"[A-Za-z]{4,}", text)]
+        return max(chance.sample(found, min(3, len(found))), key=len) if found else None
 
     def _statement(self, kind: str, world: World, side: Side, after: list[Callable[[], None]]) -> Statement | None:
         chance = self._chance
@@ -430,7 +457,9 @@ def _of_side(options: Sequence[Wording], side: Side) -> list[Wording]:
 
 def _wordings(call: PlannedCall, shown: dict[str, str], *, joined: bool) -> list[Wording]:
     if call.statement is None:
-        return wordings(call.shape, call.given, shown, joined=joined)
+        here = {"folder": HERE} if any(value in (".", WORKDIR) for _, value in call.given) else {}
+        found = wordings(call.shape, call.given, {**shown, **here}, joined=joined)
+        return [wording for wording in found if f"folder {HERE}" not in wording.text]
     frame = call.statement.frame
     templates = frame.does if joined else frame.asks
     return [Wording(frame.name, number, fill(template, call.statement.slots)) for number, template in enumerate(templates)]
@@ -441,6 +470,35 @@ def _cities(call: PlannedCall) -> dict[str, str]:
     leaves = [leaf for leaf, _ in call.given]
     cities = {slot_of(leaf, leaves): city_of(str(value)) for leaf, value in call.given if leaf.kind == "timezone"}
     return {slot: city for slot, city in cities.items() if city} if all(cities.values()) else {}
+
+
+_MEDIA = frozenset(words("media image audio video picture pdf binary"))
+_MANY = frozenset(words("multiple many several batch bulk"))
+
+
+def _part(leaf: Leaf) -> str:
+    return leaf.kind if leaf.kind == "relation" else leaf.role if leaf.kind == "name" else ""
+
+
+def _triple(shape: Shape, world: World, chance: random.Random) -> dict[str, JsonValue] | None:
+    """What a call that takes a relation away needs: one that was recorded ({} if there is none)."""
+    if shape.verb != "delete" or not any(leaf.kind == "relation" for leaf in shape.leaves):
+        return None
+    if not world.triples:
+        return {}
+    world.linked = True
+    source, relation, target = chance.choice(world.triples)
+    return {"source": source, "relation": relation, "target": target}
+
+
+def _remember_deeds(shape: Shape, given: Sequence[tuple[Leaf, JsonValue]], world: World, after: list[Callable[[], None]]) -> None:
+    parts = {_part(leaf): value for leaf, value in given if _part(leaf)}
+    if shape.verb != "delete" and parts.keys() >= {"source", "relation", "target"}:
+        after.append(lambda: world.triples.append((parts["source"], parts["relation"], parts["target"])))
+    if shape.verb == "delete" and len(given) == 1:
+        gone = given[0][1]
+        after.append(lambda: world.made.__setitem__("name", [name for name in world.made.get("name", []) if name != gone]))
+        after.append(lambda: world.made.__setitem__("sentence", []))
 
 
 def _order(leaf: Leaf) -> int:

@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from ...core.client.progress import Progress, progress_of
 from ...core.records import JsonObject
 from .environment import McpEnvironment, SessionPool
-from .kinds import READING, Leaf, Shape, VERB_OF, harmful, shape_of, singular, words_of
+from .kinds import READING, VERB_OF, Leaf, Shape, harmful, shape_of, singular, words_of
 from .reply import ToolReply
 from .spec import WORKDIR, McpServer
 from .stock import MAKERS

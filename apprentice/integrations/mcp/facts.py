@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from ...core.records import JsonObject
 from .kinds import Shape, words_of
 from .masks import ISO, path_text
+from .spec import WORKDIR
 from .values import Path, at, canonical, leaves_of, parsed
 
 MOST_FACTS = 4
@@ -87,7 +88,7 @@ def _fact(shape: Shape, index: int, path: Path, leaf: JsonValue, volatile: Seque
         form = "time" if match[2] and about_time else "date"
     where = path_text(path)
     moves = where in volatile or (f"{where} date" in volatile and form != "time")
-    return Fact(index, path, form, shaped(leaf, form), live=moves)
+    return Fact(index, path, form, shaped(leaf, form).removeprefix(f"{WORKDIR}/"), live=moves)
 
 
 def shaped(leaf: JsonValue, form: str) -> str:
@@ -117,7 +118,8 @@ def _in_text(text: str, own: set[str]) -> list[tuple[str, str]]:
         numbers = [n for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])", lines[0]) if canonical(n) not in {canonical(v) for v in own}]
         if len(numbers) == 1 and any(value in lines[0] for value in own):
             return [("", numbers[0])]
-        return [("", lines[0].strip("'\""))]
+        return [("", lines[0].removeprefix(f"{WORKDIR}/").strip("'\""))]
+    lines = [line for line in lines if not line.endswith(":") and line != WORKDIR]
     return [("", line) for line in lines] if 0 < len(lines) <= MOST_FACTS and max(map(len, lines)) <= LONGEST_FACT else []
 
 

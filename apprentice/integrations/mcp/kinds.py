@@ -127,7 +127,7 @@ def _verb_and_object(words: list[str], description: str) -> tuple[Verb, list[str
 def harmful(tool: McpTool) -> bool:
     """Never to be called while exploring."""
     verbs = {VERB_OF.get(word) for word in words_of(tool.name)}
-    return tool.destructive is True and tool.read_only is not True or bool(verbs & {"delete"}) or _says_sql_write(tool)
+    return (tool.destructive is True and tool.read_only is not True) or bool(verbs & {"delete"}) or _says_sql_write(tool)
 
 
 def _says_sql_write(tool: McpTool) -> bool:
@@ -221,7 +221,7 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
         "sentence",
     ),
 )
-_EXAMPLE_PLACE = re.compile(r"\b(?:directory|folder)\b")
+_PLACE = re.compile(r"\b(?:directory|folder)\b")
 
 
 def kind_of(leaf: Leaf, tool: McpTool, objects: list[str]) -> str:
@@ -252,7 +252,8 @@ def kind_of(leaf: Leaf, tool: McpTool, objects: list[str]) -> str:
         return "path"
     for pattern, kind in _BY_NAME:
         if re.search(pattern, name):
-            if kind == "path" and _EXAMPLE_PLACE.search(" ".join(objects)):
+            seeks = any(VERB_OF.get(word) == "search" for word in words_of(tool.name))
+            if kind == "path" and (seeks or _PLACE.search(" ".join(objects))):
                 return "folder"
             return kind
     return _nested_kind(leaf, objects)

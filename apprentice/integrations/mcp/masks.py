@@ -13,12 +13,13 @@ from datetime import UTC, datetime, timedelta
 from pydantic import JsonValue
 
 from ...core.records import JsonObject
+from .stock import words
 from .values import Path, leaves_of, parsed, plain
 
 MASK = "•"
 NEAR = timedelta(minutes=15)
 ISO = re.compile(r"\b(\d{4}-\d{2}-\d{2})(?:[T ](\d{2}:\d{2})(?::\d{2}(?:\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?)?")
-WEEKDAYS = frozenset("monday tuesday wednesday thursday friday saturday sunday mon tue wed thu fri sat sun".split())
+WEEKDAYS = frozenset(words("monday tuesday wednesday thursday friday saturday sunday mon tue wed thu fri sat sun"))
 
 
 def path_text(path: Path) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 from .kinds import Leaf, Shape, Verb, plural, singular, words_of
 
@@ -183,9 +184,12 @@ FRAMES: tuple[Frame, ...] = (
         "look into a folder with sizes",
         ("folder",),
         (
-            "What is in the folder {folder}, and how big is each file?",
+            "What is in {folder}, and how big is each file?",
             "Show me the files in {folder} and how large they are.",
             "I need the names and sizes of everything in {folder}.",
+            "Which files are in {folder}, and what is the size of each?",
+            "Tell me how large the files in {folder} are.",
+            "How much room do the files in {folder} take?",
         ),
         (
             "show me the files in {folder} and their sizes",
@@ -202,6 +206,9 @@ FRAMES: tuple[Frame, ...] = (
             "Show me everything in {folder}, with all folders inside it.",
             "What is in {folder}, including its subfolders?",
             "I need the whole tree of files below {folder}.",
+            "Draw me the tree of {folder}.",
+            "How are the folders in {folder} nested?",
+            "List {folder} and all that is below it.",
         ),
         (
             "show me {folder} with all its subfolders",
@@ -350,10 +357,10 @@ FRAMES: tuple[Frame, ...] = (
         ("category", "name", "sentence"),
         (
             'Remember the {category} "{name}": {sentence}.',
-            'There is a {category} called "{name}", who or which {sentence}. Please note it.',
+            'There is something to note, the {category} "{name}", with the remark "{sentence}".',
             'Note a new {category}, "{name}", with the remark "{sentence}".',
-            'Keep "{name}" in mind, a {category}. Remark: "{sentence}".',
-            'Please put down the {category} "{name}" and that it {sentence}.',
+            'Keep the {category} "{name}" in mind. Remark: "{sentence}".',
+            'Please put down the {category} "{name}" with the words "{sentence}".',
             'I want you to know about the {category} "{name}": {sentence}.',
         ),
         (
@@ -367,7 +374,7 @@ FRAMES: tuple[Frame, ...] = (
         "fact about a name",
         ("name", "sentence"),
         (
-            'Add to "{name}" that it {sentence}.',
+            'Keep in mind that "{name}" {sentence}.',
             'About "{name}": {sentence}. Please remember that too.',
             'Note down for "{name}": "{sentence}".',
             'One more thing about "{name}": {sentence}.',
@@ -493,12 +500,28 @@ _CHANGES: dict[Verb, tuple[str, ...]] = {
     "delete": ("get rid of the {one}{rest}", "I no longer need the {one}{rest}", "take away the {one}{rest}"),
     "send": ("start the {one}{rest}", "let the {one} go out{rest}", "see to the {one}{rest}"),
 }
-_PLACED = {"timezone": " in {v}", "date": " on {v}", "time": " at {v}", "datetime": " at {v}", "city": " in {v}", "country": " in {v}",
-           "language": " in {v}", "email": " to {v}", "url": " from {v}", "path": " in {v}", "folder": " in {v}", "currency": " in {v}"}  # fmt: skip
+_PLACED = {
+    **dict.fromkeys(("timezone", "city", "country", "language", "path", "folder", "currency"), " in {v}"),
+    **{"date": " on {v}", "time": " at {v}", "datetime": " at {v}", "email": " to {v}", "url": " from {v}"},
+}
 JOINS: tuple[tuple[str, ...], ...] = (
-    ("{D1}, then {d2}.", "{D1}. After that, {d2}.", "First {d1}, and then {d2}.", "Please {d1} and {d2}.", "{D1}, and afterwards {d2}.", "I want you to {d1}. Then {d2}."),
-    ("{D1}, {d2}, and then {d3}.", "{D1}. Then {d2}. After that, {d3}.", "First {d1}, then {d2}, and at last {d3}.", "Please {d1}, {d2} and {d3}.", "{D1}; next {d2}; finally {d3}.", "I want you to {d1}, then {d2}. Then {d3}."),
-)  # fmt: skip
+    (
+        "{D1}, then {d2}.",
+        "{D1}. After that, {d2}.",
+        "First {d1}, and then {d2}.",
+        "Please {d1} and {d2}.",
+        "{D1}, and afterwards {d2}.",
+        "I want you to {d1}. Then {d2}.",
+    ),
+    (
+        "{D1}, {d2}, and then {d3}.",
+        "{D1}. Then {d2}. After that, {d3}.",
+        "First {d1}, then {d2}, and at last {d3}.",
+        "Please {d1}, {d2} and {d3}.",
+        "{D1}; next {d2}; finally {d3}.",
+        "I want you to {d1}, then {d2}. Then {d3}.",
+    ),
+)
 
 
 def slot_of(leaf: Leaf, leaves: Sequence[Leaf]) -> str:
@@ -551,7 +574,7 @@ def wordings(
     """
     leaves = [leaf for leaf, _ in given]
     slots = {slot_of(leaf, leaves): (leaf, value) for leaf, value in given}
-    texts = {slot: (shown or {}).get(slot) or str(value) for slot, (_, value) in slots.items()}
+    texts = {slot: (shown or {}).get(slot) or _said(value) for slot, (_, value) in slots.items()}
     noun = shape.object or "result"
     words = noun.split()
     one = " ".join([*words[:-1], singular(words[-1])])
@@ -583,6 +606,10 @@ def _clause(shape: Shape, leaf: Leaf, value: object, index: int, count: int) -> 
     label = leaf.label if leaf.label not in ("", shape.object) else leaf.kind
     lead = " with" if index == 0 else " and" if index == count - 1 else ","
     return f"{lead} the {label} {quoted(leaf.kind, value)}"
+
+
+def _said(value: object) -> str:
+    return " and ".join(map(str, cast("list[object]", value))) if isinstance(value, list) else str(value)
 
 
 def names_tool(text: str, shape: Shape) -> bool:

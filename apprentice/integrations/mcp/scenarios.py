@@ -15,7 +15,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pydantic import JsonValue, ValidationError
+from pydantic import Field, JsonValue, ValidationError
 
 from ...core.errors import ConfigError
 from ...core.records import JsonObject, Record, Scenario
@@ -32,7 +32,7 @@ COMMON = 0.5
 class ReferenceCall(Record):
     tool: str
     """The function's name, as the model knows it."""
-    arguments: JsonObject = {}
+    arguments: JsonObject = Field(default_factory=dict)
     result: str = ""
     changes: bool = False
     """Whether it changes something, as far as one can know."""

@@ -12,58 +12,157 @@ from datetime import date, timedelta
 from functools import lru_cache
 from pathlib import Path
 
-FIRST_NAMES = (
-    "Alice Bruno Carla David Elena Felix Grace Hugo Irene Jonas Karin Liam Marta Nils Olga Pavel Quinn Rosa Simon Tanja Umar Vera Walter "
-    "Xenia Yusuf Zoe Amir Bianca Cedric Daria Emil Farah Gustav Hanna Igor Julia Kofi Lena Milan Nadia Oscar Paula Rafael Sofia Tomas "
-    "Ursula Victor Wanda Yara Zlata Aldo Birgit Chen Dolores Edgar Frieda"
-).split()
-LAST_NAMES = (
-    "Adler Berger Costa Dietrich Eriksen Fischer Garcia Hansen Ivanov Jensen Keller Lopez Moreau Novak Okafor Petrov Quist Rossi Schmidt "
-    "Tanaka Ueda Vogel Weber Yilmaz Zeller Bakker Conti Duarte Esposito Fontaine Greco Horvat"
-).split()
-COMPANY_STEMS = (
-    "Acme Northwind Bluebird Copperfield Driftwood Evergreen Fernhill Granite Harbor Ironwood Juniper Kestrel Lakeside Meadow Nimbus "
-    "Oakridge Pinecone Quartz Redwood Silverline Tidewater Umbra Violet Willow Zephyr"
-).split()
+from .kinds import plural
+
+
+def words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+FIRST_NAMES = words(
+    "Alice Bruno Carla David Elena Felix Grace Hugo Irene Jonas Karin Liam Marta Nils Olga Pavel Quinn Rosa Simon Tanja "
+    "Umar Vera Walter Xenia Yusuf Zoe Amir Bianca Cedric Daria Emil Farah Gustav Hanna Igor Julia Kofi Lena Milan Nadia "
+    "Oscar Paula Rafael Sofia Tomas Ursula Victor Wanda Yara Zlata Aldo Birgit Chen Dolores Edgar Frieda"
+)
+LAST_NAMES = words(
+    "Adler Berger Costa Dietrich Eriksen Fischer Garcia Hansen Ivanov Jensen Keller Lopez Moreau Novak Okafor Petrov Quist "
+    "Rossi Schmidt Tanaka Ueda Vogel Weber Yilmaz Zeller Bakker Conti Duarte Esposito Fontaine Greco Horvat"
+)
+COMPANY_STEMS = words(
+    "Acme Northwind Bluebird Copperfield Driftwood Evergreen Fernhill Granite Harbor Ironwood Juniper Kestrel Lakeside "
+    "Meadow Nimbus Oakridge Pinecone Quartz Redwood Silverline Tidewater Umbra Violet Willow Zephyr"
+)
 COMPANY_ENDS = ("Labs", "Foods", "Robotics", "Travel", "Books", "Energy", "Music", "Logistics")
-CITIES = (
-    "Lisbon Oslo Kyoto Nairobi Toronto Valencia Prague Dublin Hanoi Cairo Lima Bergen Geneva Krakow Turin Ghent Bogota Dakar Perth "
-    "Auckland Leipzig Porto Seville Tallinn Zagreb Athens Boston Denver Austin Montreal Mumbai Seoul Osaka Manila Quito Riga Basel"
-).split()
-NOUNS = (
-    "garden budget invoice kitchen bicycle printer concert library passport ticket server contract picnic heater camera piano roof engine "
-    "balcony newsletter workshop package calendar window fence laptop bridge cellar lantern orchard harbor museum parcel recipe sofa "
-    "station suitcase theater tractor vase wallet wardrobe battery blanket candle carpet chimney compass curtain drawer faucet"
-).split()
-ADJECTIVES = (
-    "old new green quiet broken spare small large yellow wooden heavy narrow bright rusty winter summer northern southern early late round "
-    "square cheap precious warm cold dusty clean hidden open"
-).split()
-TASKS = (
+CITIES = words(
+    "Lisbon Oslo Kyoto Nairobi Toronto Valencia Prague Dublin Hanoi Cairo Lima Bergen Geneva Krakow Turin Ghent Bogota "
+    "Dakar Perth Auckland Leipzig Porto Seville Tallinn Zagreb Athens Boston Denver Austin Montreal Mumbai Seoul Osaka "
+    "Manila Quito Riga Basel"
+)
+NOUNS = words(
+    "garden budget invoice kitchen bicycle printer concert library passport ticket server contract picnic heater camera "
+    "piano roof engine balcony newsletter workshop package calendar window fence laptop bridge cellar lantern orchard "
+    "harbor museum parcel recipe sofa station suitcase theater tractor vase wallet wardrobe battery blanket candle carpet "
+    "chimney compass curtain drawer faucet"
+)
+ADJECTIVES = words(
+    "old new green quiet broken spare small large yellow wooden heavy narrow bright rusty winter summer northern southern "
+    "early late round square cheap precious warm cold dusty clean hidden open"
+)
+TASKS = words(
     "repair order clean paint sell move check photograph measure replace insure rent polish label return collect sketch inspect lock open"
-).split()
-HOBBIES = (
-    "chess tennis painting sailing baking photography gardening climbing pottery cycling singing fencing astronomy hiking knitting judo "
-    "archery surfing skiing dancing carpentry origami rowing drumming"
-).split()
-DRINKS = "tea coffee cocoa lemonade cider milk water juice".split()
-CATEGORIES = "person company project city product event team recipe device animal course museum".split()
-RELATIONS = (
-    "knows works_at manages lives_in owns likes supports teaches supplies visits founded designed sponsors reviews follows trusts"
-).split()
-LANGUAGES = "English German French Spanish Italian Dutch Polish Turkish Swedish Greek Finnish Japanese Korean".split()
-COUNTRIES = "Norway Portugal Japan Kenya Canada Peru Vietnam Ireland Croatia Greece Chile Egypt India Finland Poland".split()
-CURRENCIES = "USD EUR GBP JPY CHF CAD AUD SEK NOK DKK PLN CZK HUF INR BRL ZAR MXN NZD SGD KRW".split()
-COLORS = "red blue green yellow purple orange brown black white gray pink teal".split()
+)
+HOBBIES = words(
+    "chess tennis painting sailing baking photography gardening climbing pottery cycling singing fencing astronomy hiking "
+    "knitting judo archery surfing skiing dancing carpentry origami rowing drumming"
+)
+DRINKS = words("tea coffee cocoa lemonade cider milk water juice")
+CATEGORIES = words("person company project city product event team recipe device animal course museum")
+RELATIONS = words("knows supports visits follows needs trusts helps advises")
+LANGUAGES = words("English German French Spanish Italian Dutch Polish Turkish Swedish Greek Finnish Japanese Korean")
+COUNTRIES = words("Norway Portugal Japan Kenya Canada Peru Vietnam Ireland Croatia Greece Chile Egypt India Finland Poland")
+CURRENCIES = words("USD EUR GBP JPY CHF CAD AUD SEK NOK DKK PLN CZK HUF INR BRL ZAR MXN NZD SGD KRW")
+COLORS = words("red blue green yellow purple orange brown black white gray pink teal")
 ENDINGS = ("txt", "md", "txt", "csv", "log")
 
 BIG_CITIES = frozenset(
-    "Tokyo Seoul Shanghai Singapore Manila Jakarta Bangkok Dubai Karachi Tehran Baghdad Riyadh Kabul Dhaka Kathmandu Colombo Taipei Hong_Kong "
-    "Jerusalem Beirut Damascus Yerevan Baku Tashkent London Paris Berlin Madrid Rome Vienna Prague Budapest Warsaw Athens Lisbon Dublin "
-    "Oslo Stockholm Helsinki Copenhagen Amsterdam Brussels Zurich Moscow Istanbul Bucharest Sofia Belgrade Zagreb Vilnius Riga Tallinn "
-    "Luxembourg Monaco Malta New_York Chicago Denver Los_Angeles Toronto Vancouver Mexico_City Havana Panama Bogota Lima Caracas "
-    "Santiago Sao_Paulo Montevideo Cairo Lagos Nairobi Johannesburg Casablanca Algiers Tunis Tripoli Accra Dakar Khartoum Sydney "
-    "Melbourne Brisbane Perth Adelaide Darwin Auckland Honolulu Reykjavik Phoenix Detroit Anchorage Halifax Winnipeg Edmonton".split()
+    [
+        "Tokyo",
+        "Seoul",
+        "Shanghai",
+        "Singapore",
+        "Manila",
+        "Jakarta",
+        "Bangkok",
+        "Dubai",
+        "Karachi",
+        "Tehran",
+        "Baghdad",
+        "Riyadh",
+        "Kabul",
+        "Dhaka",
+        "Kathmandu",
+        "Colombo",
+        "Taipei",
+        "Hong_Kong",
+        "Jerusalem",
+        "Beirut",
+        "Damascus",
+        "Yerevan",
+        "Baku",
+        "Tashkent",
+        "London",
+        "Paris",
+        "Berlin",
+        "Madrid",
+        "Rome",
+        "Vienna",
+        "Prague",
+        "Budapest",
+        "Warsaw",
+        "Athens",
+        "Lisbon",
+        "Dublin",
+        "Oslo",
+        "Stockholm",
+        "Helsinki",
+        "Copenhagen",
+        "Amsterdam",
+        "Brussels",
+        "Zurich",
+        "Moscow",
+        "Istanbul",
+        "Bucharest",
+        "Sofia",
+        "Belgrade",
+        "Zagreb",
+        "Vilnius",
+        "Riga",
+        "Tallinn",
+        "Luxembourg",
+        "Monaco",
+        "Malta",
+        "New_York",
+        "Chicago",
+        "Denver",
+        "Los_Angeles",
+        "Toronto",
+        "Vancouver",
+        "Mexico_City",
+        "Havana",
+        "Panama",
+        "Bogota",
+        "Lima",
+        "Caracas",
+        "Santiago",
+        "Sao_Paulo",
+        "Montevideo",
+        "Cairo",
+        "Lagos",
+        "Nairobi",
+        "Johannesburg",
+        "Casablanca",
+        "Algiers",
+        "Tunis",
+        "Tripoli",
+        "Accra",
+        "Dakar",
+        "Khartoum",
+        "Sydney",
+        "Melbourne",
+        "Brisbane",
+        "Perth",
+        "Adelaide",
+        "Darwin",
+        "Auckland",
+        "Honolulu",
+        "Reykjavik",
+        "Phoenix",
+        "Detroit",
+        "Anchorage",
+        "Halifax",
+        "Winnipeg",
+        "Edmonton",
+    ]
 )
 
 
@@ -99,7 +198,11 @@ def company(r: random.Random) -> str:
 
 
 def named(r: random.Random) -> str:
-    return r.choice((person, company, lambda x: f"{x.choice(ADJECTIVES)} {x.choice(NOUNS)}".title(), lambda x: x.choice(FIRST_NAMES)))(r)
+    return r.choice((person, company, _label, person))(r)
+
+
+def _label(r: random.Random) -> str:
+    return f"{r.choice(ADJECTIVES)} {r.choice(NOUNS)}".title()
 
 
 def sentence(r: random.Random) -> str:
@@ -116,6 +219,10 @@ def sentence(r: random.Random) -> str:
     )()
 
 
+def _a(word: str) -> str:
+    return f"an {word}" if word[0] in "aeiou" else f"a {word}"
+
+
 def fact(r: random.Random) -> str:
     """A short thing to know about somebody."""
     return r.choice(
@@ -123,8 +230,21 @@ def fact(r: random.Random) -> str:
             lambda: f"likes {r.choice(HOBBIES)}",
             lambda: f"drinks {r.choice(DRINKS)} at {r.randrange(6, 23)}:{r.choice(('00', '15', '30', '45'))}",
             lambda: f"lives in {r.choice(CITIES)}",
-            lambda: f"owns a {r.choice(ADJECTIVES)} {r.choice(NOUNS)}",
+            lambda: f"owns {_a(r.choice(ADJECTIVES))} {r.choice(NOUNS)}",
             lambda: f"teaches {r.choice(HOBBIES)} in {r.choice(CITIES)}",
+        )
+    )()
+
+
+def thing_fact(r: random.Random) -> str:
+    """A short thing to know about anything."""
+    return r.choice(
+        (
+            lambda: f"is in {r.choice(CITIES)}",
+            lambda: f"costs {r.randrange(11, 990)} euros",
+            lambda: f"opens at {r.randrange(6, 12)}:{r.choice(('00', '15', '30', '45'))}",
+            lambda: f"started in {r.randrange(1950, 2025)}",
+            lambda: f"needs {_a(r.choice(ADJECTIVES))} {r.choice(NOUNS)}",
         )
     )()
 
@@ -134,7 +254,7 @@ def word(r: random.Random) -> str:
 
 
 def folder(r: random.Random) -> str:
-    return r.choice((lambda: f"{r.choice(NOUNS)}s", lambda: f"{r.choice(ADJECTIVES)}-{r.choice(NOUNS)}s"))()
+    return r.choice((lambda: plural(r.choice(NOUNS)), lambda: f"{r.choice(ADJECTIVES)}-{plural(r.choice(NOUNS))}"))()
 
 
 def file_name(r: random.Random) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import re
@@ -99,7 +100,8 @@ class _Maker:
             if not batch:
                 return
             before = sum(map(len, self._kept.values()))
-            for side, executed in zip([side for side, _ in batch], await self._execute([c for _, c in batch]), strict=True):
+            results = await self._execute([candidate for _, candidate in batch])
+            for (side, _), executed in zip(batch, results, strict=True):
                 self._judge(side, executed)
             barren = barren + 1 if sum(map(len, self._kept.values())) == before else 0
             if barren == 2 and number > 2:
@@ -107,7 +109,8 @@ class _Maker:
 
     def _batch(self) -> list[tuple[Side, Candidate]]:
         batch: list[tuple[Side, Candidate]] = []
-        for side in ("test", "train"):
+        sides: tuple[Side, Side] = ("test", "train")
+        for side in sides:
             missing = self._wanted[side] - len(self._kept[side])
             tries = 0
             made = 0
@@ -115,15 +118,15 @@ class _Maker:
                 tries += 1
                 lengths = [length for length, _ in LENGTHS]
                 length = self._chance.choices(lengths, [weight for _, weight in LENGTHS])[0]
-                candidate = self._composer.candidate(side, length, self._uses, self._hopeless)
-                if candidate is not None and self._new(candidate):
+                candidate = self._composer.candidate(side, length, self._uses, self._admits)
+                if candidate is not None:
                     self._remember(candidate)
                     batch.append((side, candidate))
                     made += 1
         return batch
 
-    def _hopeless(self, functions: tuple[str, ...]) -> bool:
-        return self._failures[functions] >= GIVE_UP
+    def _admits(self, candidate: Candidate) -> bool:
+        return self._failures[candidate.functions] < GIVE_UP and self._new(candidate)
 
     def _new(self, candidate: Candidate) -> bool:
         """Neither a duplicate nor nearly one."""
@@ -239,7 +242,7 @@ def alike(one: str, two: str) -> float:
 
 def _pairs(text: str) -> set[tuple[str, str]]:
     words = ["", *normalised(text).split(), ""]
-    return set(zip(words, words[1:], strict=False))
+    return set(itertools.pairwise(words))
 
 
 # ---- a language model's proposals ---------------------------------------------------------------------------------------------
@@ -276,7 +279,7 @@ def proposals(reply: str, found: Exploration) -> list[Candidate]:
     """The tasks in a model's answer that are well-formed, use tools that may be tried, and do not name them."""
     start, end = reply.find("["), reply.rfind("]")
     try:
-        items = json.loads(reply[start : end + 1]) if 0 <= start < end else []
+        items: JsonValue = json.loads(reply[start : end + 1]) if 0 <= start < end else []
     except (ValueError, RecursionError):
         return []
     return [candidate for item in items if (candidate := _proposal(item, found)) is not None] if isinstance(items, list) else []

@@ -65,15 +65,17 @@ def at(value: JsonValue, path: Path) -> JsonValue:
 
 def put(arguments: JsonObject, path: Path, value: JsonValue) -> None:
     """Set the leaf at a schema's path (`[]`: the first item of a list), making what leads to it."""
-    here: JsonValue = arguments
-    for part, following in zip(path, (*path[1:], None), strict=True):
-        fresh: JsonValue = value if following is None else [] if following == "[]" else {}
-        if isinstance(here, list):
-            if not here or following is None:
-                here.append(fresh)
-            here = here[0]
-        elif isinstance(here, dict):
-            here = here.setdefault(part, fresh) if following is not None else here.__setitem__(part, value)
+    part, rest = path[0], path[1:]
+    arguments[part] = _with(arguments.get(part), rest, value)
+
+
+def _with(here: JsonValue, path: Path, value: JsonValue) -> JsonValue:
+    if not path:
+        return value
+    if path[0] == "[]":
+        items = here if isinstance(here, list) else []
+        return [_with(items[0] if items else None, path[1:], value), *items[1:]]
+    return {**(here if isinstance(here, dict) else {}), path[0]: _with(at(here, path[:1]), path[1:], value)}
 
 
 def plain(value: JsonValue, key: str = "") -> JsonValue:
