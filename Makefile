@@ -8,13 +8,16 @@ export HF_HUB_OFFLINE ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 export OMP_WAIT_POLICY ?= passive
 
+# Of the demo: more arguments of `apprentice mcp master`.
+DEMO ?=
+
 .PHONY: install demo test lint bench conformance clean
 install:
 	@test -n "$(PYTHON)" || { echo "Apprentice needs Python 3.11 or newer, and none was found on PATH." >&2; exit 2; }
 	@$(PYTHON) tools/setup_env.py --venv $(VENV)
 
 demo: install
-	$(PY) examples/calendar_agent.py
+	@server="$$($(PY) tools/setup_servers.py time)" && $(PY) -m apprentice mcp master "$$server" --isolation shared --out .apprentice/demo $(DEMO)
 
 test: install lint
 	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile

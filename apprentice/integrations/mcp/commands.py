@@ -90,7 +90,7 @@ def inspect(
 def scenarios(
     server: ServerArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="For train.jsonl and test.jsonl.")] = Path("scenarios"),
-    count: Annotated[int, typer.Option(metavar="N", min=4, help="To train on.")] = 96,
+    count: Annotated[int, typer.Option(metavar="N", min=4, help="To train on.")] = 144,
     held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
     generator: Annotated[str | None, typer.Option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")] = None,
     seed: int = 0,
@@ -129,10 +129,12 @@ def master(
     out: Annotated[Path, typer.Option(metavar="DIR", help="Everything of the run; the same folder resumes.")] = Path("mastery"),
     base_model: Annotated[str, typer.Option(metavar="NAME")] = "smollm2-135m",
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="GRPO steps.")] = 5,
-    scenario_count: Annotated[int, typer.Option("--scenarios", metavar="N", min=4, help="To train on.")] = 96,
+    scenario_count: Annotated[int, typer.Option("--scenarios", metavar="N", min=4, help="To train on.")] = 144,
     held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
-    demonstrations: Annotated[int, typer.Option(metavar="N", min=0, help="Reference runs shown first.")] = 64,
+    demonstrations: Annotated[int, typer.Option(metavar="N", min=0, help="Reference runs shown first.")] = 96,
     epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Over the demonstrations.")] = 1,
+    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Demonstrations per step of the warm-up.")] = 4,
+    learning_rate: Annotated[float, typer.Option(metavar="X", min=0, help="Of GRPO.")] = 4e-4,
     group_size: Annotated[int, typer.Option(metavar="N", min=2)] = 8,
     groups_per_step: Annotated[int, typer.Option(metavar="N", min=1)] = 4,
     memory_gib: Annotated[float | None, typer.Option(metavar="GIB", help="For activations; more is faster.")] = None,
@@ -155,6 +157,7 @@ def master(
     from .mastery import master as run_master
 
     spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    memory = memory_gib or (spare_memory_gib() if url is None else None)
     settings = MasterySettings(
         base_model=base_model,
         steps=steps,
@@ -166,13 +169,21 @@ def master(
         target=target,
         seed=seed,
         name=spec.name,
-        warmup=SftConfig(learning_rate=1e-3, batch_size=8, epochs=epochs, activation_memory_gib=memory_gib),
-        train=TrainConfig(learning_rate=2e-4, activation_memory_gib=memory_gib),
+        warmup=SftConfig(learning_rate=1e-3, batch_size=batch_size, epochs=epochs, activation_memory_gib=memory),
+        train=TrainConfig(learning_rate=learning_rate, activation_memory_gib=memory),
     )
     report = asyncio.run(run_master([spec], settings, out, url=url, generator=generator_of(generator) if generator else None))
     show_report(report, out)
     if not report.gained:
         raise typer.Exit(1)
+
+
+def spare_memory_gib() -> float | None:
+    """What training may take for speed on this machine: a quarter of what is free, if that is plenty; None leaves the default."""
+    import psutil
+
+    quarter = psutil.virtual_memory().available / 2**30 / 4
+    return float(min(round(quarter), 6)) if quarter >= 1.5 else None
 
 
 def show_report(report: MasteryReport, out: Path) -> None:

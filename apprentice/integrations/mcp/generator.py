@@ -33,9 +33,10 @@ def _of_url(url: str, options: dict[str, Any]) -> Generator:
     async def ask(messages: list[JsonObject]) -> str:
         from openai import AsyncOpenAI, OpenAIError
 
-        client: Any = AsyncOpenAI(base_url=base, api_key=os.environ.get(KEY_VARIABLE) or "no-key")
+        client = AsyncOpenAI(base_url=base, api_key=os.environ.get(KEY_VARIABLE) or "no-key")
+        create: Any = client.chat.completions.create
         try:
-            reply = await client.chat.completions.create(model=model, messages=messages, **options)
+            reply: Any = await create(model=model, messages=messages, **options)
         except OpenAIError as cause:
             raise InfrastructureError(f"the generator at {base} did not answer: {cause}") from cause
         finally:

@@ -17,10 +17,11 @@ The loop, the report and the server are core's; this module only hands them thei
 from __future__ import annotations
 
 import json
+import random
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field, FiniteFloat, ValidationError
 
@@ -56,11 +57,11 @@ class MasterySettings(Record):
     project: Name = "mcp"
     name: Name = "agent"
     system: str = SYSTEM
-    scenarios: Annotated[int, Field(ge=4)] = 96
+    scenarios: Annotated[int, Field(ge=4)] = 144
     """Candidates kept for training."""
     held_out: Annotated[int, Field(ge=2)] = 48
     """Scenarios of the evaluation, at most."""
-    demonstrations: Annotated[int, Field(ge=0)] = 64
+    demonstrations: Annotated[int, Field(ge=0)] = 96
     """Reference runs shown before GRPO; 0: none."""
     steps: Count = 5
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -74,8 +75,8 @@ class MasterySettings(Record):
     eval_every: Count | None = None
     """GRPO steps between evaluations; None: at the end only."""
     weights: CheckWeights = CheckWeights()
-    warmup: SftConfig = SftConfig(learning_rate=1e-3, batch_size=8)
-    train: TrainConfig = TrainConfig(learning_rate=2e-4)
+    warmup: SftConfig = SftConfig(learning_rate=1e-3, batch_size=4)
+    train: TrainConfig = TrainConfig(learning_rate=4e-4)
     concurrency: Count = 32
     seed: int = 0
 
@@ -133,7 +134,7 @@ async def master(
                 eval_scenarios=test,
                 eval_reward=success_only,
                 eval_every=settings.eval_every or settings.steps,
-                warmup=[demonstration(scenario, system, tools) for scenario in train[: settings.demonstrations]],
+                warmup=[demonstration(scenario, system, tools) for scenario in _shown(train, settings)],
                 warmup_config=settings.warmup,
                 config=settings.train,
                 group_size=settings.group_size,
@@ -174,7 +175,7 @@ async def make_scenarios(
     """Explore, synthesize, execute, split: (train, test)."""
     display = progress_of(progress)
     exploration = await explore(pool, progress=display)
-    found = await synthesize(pool, exploration, count=count + held_out, seed=seed, generator=generator, progress=display)
+    found = await synthesize(pool, exploration, count=count + held_out, held_out=held_out, seed=seed, generator=generator, progress=display)
     train, test = split(found, held_out=held_out, seed=seed)
     if not train or not test:
         raise ConfigError(
@@ -197,6 +198,11 @@ async def _scenarios(
         write_scenarios(folder / "train.jsonl", train)
         write_scenarios(folder / "test.jsonl", test)
     return read_scenarios(folder / "train.jsonl"), read_scenarios(folder / "test.jsonl")
+
+
+def _shown(train: Sequence[Scenario], settings: MasterySettings) -> list[Scenario]:
+    """The scenarios whose reference runs are demonstrated, drawn from all kinds."""
+    return random.Random(settings.seed).sample(list(train), min(settings.demonstrations, len(train)))
 
 
 def _difficulties(scenarios: Sequence[Scenario]) -> dict[str, float]:
@@ -224,9 +230,8 @@ def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpSe
         raise ConfigError(
             f"{path} is not the configuration of a mastery run that this version can resume; choose another folder"
         ) from cause
-    changed = sorted(
-        name for name in MasterySettings.model_fields if name not in ("steps", "target") and getattr(saved, name) != getattr(settings, name)
-    )
+    now, then = _comparable(settings), _comparable(saved)
+    changed = sorted(name for name in now if now[name] != then[name])
     if before.get("servers") != body["servers"]:
         changed.insert(0, "servers")
     if changed:
@@ -234,6 +239,12 @@ def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpSe
             f"{out} holds a run with other settings ({', '.join(changed)}); give the same ones to resume it, or choose another folder"
         )
     path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def _comparable(settings: MasterySettings) -> JsonObject:
+    """What makes it the same run: all but how long it goes on, and how much memory it may take."""
+    free: Any = {"steps": True, "target": True, "eval_every": True}
+    return settings.model_dump(mode="json", exclude={**free, "warmup": {"activation_memory_gib"}, "train": {"activation_memory_gib"}})
 
 
 async def _take_adapter(model: TrainableModel, result: LoopResult, target: Path) -> None:
