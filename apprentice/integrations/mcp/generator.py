@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 from urllib.parse import parse_qsl, urlsplit, urlunsplit
 
 from ...core.errors import ConfigError, InfrastructureError
@@ -34,9 +34,9 @@ def _of_url(url: str, options: dict[str, Any]) -> Generator:
         from openai import AsyncOpenAI, OpenAIError
 
         client = AsyncOpenAI(base_url=base, api_key=os.environ.get(KEY_VARIABLE) or "no-key")
-        create: Any = client.chat.completions.create
+        create = cast("Callable[..., Awaitable[Any]]", client.chat.completions.create)
         try:
-            reply: Any = await create(model=model, messages=messages, **options)
+            reply = await create(model=model, messages=messages, **options)
         except OpenAIError as cause:
             raise InfrastructureError(f"the generator at {base} did not answer: {cause}") from cause
         finally:
@@ -55,7 +55,7 @@ def _of_litellm(name: str, options: dict[str, Any]) -> Generator:
             f"the generator '{name}' needs LiteLLM: pip install litellm; or name an OpenAI-compatible URL, http://host/v1?model=NAME",
             param="generator",
         ) from cause
-    complete: Any = litellm.acompletion  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
+    complete = cast("Callable[..., Awaitable[Any]]", litellm.acompletion)  # pyright: ignore[reportUnknownMemberType,reportUnknownVariableType]
 
     async def ask(messages: list[JsonObject]) -> str:
         try:

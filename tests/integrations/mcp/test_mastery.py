@@ -1,0 +1,117 @@
+"""A mastery run from a server's name to its report, with a real MCP server and a model that plays by script; and its resume."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+from support import mcp_servers
+from support.client_server import ClientServer, client_server
+from support.tiny_models import tiny_tokenizer
+
+from apprentice.core.engines.protocol import PolicyVersion
+from apprentice.core.errors import ConfigError
+from apprentice.core.records import SamplingParams, Scenario
+from apprentice.core.wire import GrpoJob, SftJob
+from apprentice.integrations.mcp.environment import SessionPool
+from apprentice.integrations.mcp.mastery import MasterySettings, make_scenarios, master
+from apprentice.integrations.mcp.mastery_report import MasteryReport
+from apprentice.integrations.mcp.scenarios import argument_values, read_scenarios
+from apprentice.integrations.mcp.spec import McpServer, parse_server
+
+TOKENIZER = tiny_tokenizer()
+SMALL = MasterySettings(
+    base_model="tiny", project="mcp", name="sums", scenarios=8, held_out=4, demonstrations=3, steps=2, group_size=2, groups_per_step=2,
+    max_turns=3, concurrency=4,
+)  # fmt: skip
+
+
+class Pupil:
+    """A model that does nothing right until it has been trained once, and then what the reference runs do."""
+
+    def __init__(self) -> None:
+        self.known: dict[str, tuple[str, str]] = {}
+        """Request → the reply that calls the tool, and the answer."""
+
+    def learn(self, scenarios: Sequence[Scenario]) -> None:
+        for scenario in scenarios:
+            calls = scenario.metadata["calls"]
+            assert isinstance(calls, list)
+            call = calls[0]
+            assert isinstance(call, dict)
+            text = json.dumps({"name": call["tool"], "arguments": call["arguments"]})
+            self.known[str(scenario.input)] = (f"<tool_call>\n{text}\n</tool_call>", f"The answer is {call['result']}.")
+
+    def reply(self, prompt: Sequence[int], sampling: SamplingParams, version: PolicyVersion) -> list[int]:
+        return [*TOKENIZER.encode(self._says(TOKENIZER.decode(prompt), version), add_special_tokens=False), TOKENIZER.eos_token_id]
+
+    def _says(self, prompt: str, version: PolicyVersion) -> str:
+        found = next((pair for request, pair in self.known.items() if request in prompt), None)
+        if found is None or not version.version:
+            return "I do not know."
+        call, answer = found
+        return answer if call in prompt else call
+
+
+@pytest.fixture
+def pupil() -> Pupil:
+    return Pupil()
+
+
+@pytest.fixture
+def server(tmp_path: Path, pupil: Pupil) -> Iterator[ClientServer]:
+    with client_server(tmp_path / "server", pupil.reply) as server:
+        yield server
+
+
+def calculator() -> McpServer:
+    return parse_server(shlex.join(mcp_servers.argv("calculator")), isolation="shared")
+
+
+async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(server: ClientServer, pupil: Pupil, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    async with SessionPool([calculator()]) as pool:
+        train, test = await make_scenarios(pool, count=SMALL.scenarios, held_out=SMALL.held_out, progress=False)
+    pupil.learn([*train, *test])
+    report = await master([calculator()], SMALL, out, url=server.url, progress=False)
+    assert (report.before.success, report.after.success, report.after.n) == (0.0, 1.0, len(test))
+    assert report.warmup is not None
+    assert report.warmup.success == 1.0
+    assert report.per_tool == {"calculate": {"before": report.before, "warmup": report.warmup, "after": report.after}}
+    assert report.gained
+    assert read_scenarios(out / "scenarios" / "train.jsonl") == train
+    values = [argument_values(scenario) for scenario in (*train, *test)]
+    assert not set().union(*values[: len(train)]) & set().union(*values[len(train) :])
+    sft, *grpo = server.jobs.requests
+    assert isinstance(sft, SftJob)
+    assert len(sft.demonstrations) == SMALL.demonstrations
+    assert all(isinstance(job, GrpoJob) for job in grpo)
+    stored = json.loads((out / "report.json").read_text())
+    assert stored["after"] == {"success": 1.0, "ci95": list(report.after.ci95), "n": report.after.n}
+    assert MasteryReport.model_validate_json((out / "report.json").read_bytes()) == report
+    page = (out / "report.html").read_text()
+    assert "Success by tool" in page
+    assert "do not overlap" in page
+    jobs = len(server.jobs.requests)
+    assert (await master([calculator()], SMALL, out, url=server.url, progress=False)).after == report.after
+    assert len(server.jobs.requests) == jobs
+    longer = SMALL.model_copy(update={"steps": SMALL.steps + 1})
+    assert (await master([calculator()], longer, out, url=server.url, progress=False)).steps == SMALL.steps + 1
+    with pytest.raises(ConfigError, match=r"other settings \(demonstrations\)"):
+        await master([calculator()], SMALL.model_copy(update={"demonstrations": 1}), out, url=server.url, progress=False)
+
+
+async def test_tool_calls_of_a_run_lie_in_the_trajectories_with_their_outcome(server: ClientServer, pupil: Pupil, tmp_path: Path) -> None:
+    async with SessionPool([calculator()]) as pool:
+        pupil.learn([scenario for part in await make_scenarios(pool, count=8, held_out=4, progress=False) for scenario in part])
+    await master([calculator()], SMALL.model_copy(update={"name": "seen", "steps": 1}), tmp_path / "out", url=server.url, progress=False)
+    job = server.jobs.requests[-1]
+    assert isinstance(job, GrpoJob)
+    for member in (member for group in job.groups for member in group):
+        stored = server.stored(member.id)
+        assert [(event.name, event.outcome) for event in stored.tool_events] == [("calculate", "ok")]
+        assert stored.metrics["success"] == 1.0
+        assert member.reward == stored.reward == max(stored.reward, 0.9)
