@@ -16,7 +16,7 @@ from pydantic import Field, FiniteFloat, JsonValue
 
 from ...core.records import JsonObject, Record, Scenario
 from ...core.wire import Demonstration
-from .execute import changed_entries, digest_of_rest
+from .execute import digest_of_rest
 from .facts import live_text, told
 from .masks import entries_of, masked
 from .reply import ToolReply
@@ -229,6 +229,3 @@ def final_answer(notes: ScenarioNotes) -> str:
     if notes.calls and not notes.calls[-1].changes:
         return notes.calls[-1].result if len(notes.calls[-1].result) <= 300 else "Here it is."
     return "Done."
-
-
-__all__ = ["CheckWeights", "Grade", "changed_entries", "demonstration", "final_answer", "grade", "same_state", "share_of"]

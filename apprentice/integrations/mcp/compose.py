@@ -7,27 +7,26 @@ write → change → read-back without knowing any server.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import JsonValue
 
 from ...core.records import JsonObject
-from .explore import INVENTED, Exploration
+from .explore import INVENTED, Exploration, secret_or_slow
 from .kinds import Leaf, Shape
 from .phrases import JOINS, Wording, fill, join, slot_of, wordings
 from .spec import WORKDIR
 from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
 from .stock import MAKERS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
 from .values import canonical, put
+from .world import Side, Sides, World
 
-Side = Literal["train", "test"]
 T = TypeVar("T")
 TRIES = 40
 LONGEST_REQUEST = 400
@@ -69,62 +68,6 @@ class Candidate:
         return "\n".join(f"{call.shape.function} {canonical(call.arguments)}" for call in self.calls)
 
 
-class Sides:
-    """Which part a value belongs to: the same one wherever it occurs. About `share` of all values are for the test part."""
-
-    def __init__(self, seed: int, share: float) -> None:
-        self._seed, self._share = seed, share
-        self._fixed: dict[str, Side] = {}
-
-    def of(self, value: JsonValue) -> Side:
-        key = canonical(value).lower()
-        if key in self._fixed:
-            return self._fixed[key]
-        digest = int.from_bytes(hashlib.sha256(f"{self._seed} {key}".encode()).digest()[:4]) / 2**32
-        return "test" if digest < self._share else "train"
-
-    def deal(self, values: Sequence[JsonValue]) -> None:
-        """See to it that both parts have some of a small set of values. Sets of at most three are not dealt."""
-        if len(values) <= 3:
-            return
-        order = sorted(values, key=lambda value: hashlib.sha256(f"{self._seed} {canonical(value)}".encode()).digest())
-        wanted = max(1, round(len(order) * self._share))
-        for index, value in enumerate(order):
-            self._fixed.setdefault(canonical(value).lower(), "test" if index < wanted else "train")
-
-    def admits(self, value: JsonValue, side: Side, pool: Sequence[JsonValue] = ()) -> bool:
-        return 0 < len(pool) <= 3 or self.of(value) == side
-
-
-@dataclass(slots=True)
-class World:
-    """Things by kind. `made` holds those that earlier calls of this task have made or found."""
-
-    known: dict[str, list[JsonValue]] = field(default_factory=dict[str, list[JsonValue]])
-    made: dict[str, list[JsonValue]] = field(default_factory=dict[str, list[JsonValue]])
-    tables: list[Rows] = field(default_factory=list[Rows])
-    new_tables: list[Rows] = field(default_factory=list[Rows])
-    triples: list[tuple[JsonValue, JsonValue, JsonValue]] = field(default_factory=list[tuple[JsonValue, JsonValue, JsonValue]])
-    """(source, relation, target), as recorded."""
-    said: dict[str, list[str]] = field(default_factory=dict[str, list[str]])
-    """What was noted about a thing."""
-    things: set[str] = field(default_factory=set[str])
-    """Names that are no person's."""
-    linked: bool = False
-    """Whether the call being made uses something that was made."""
-
-    def make(self, kind: str, value: JsonValue) -> None:
-        self.made.setdefault(kind, []).append(value)
-
-    def take(self, kind: str, chance: random.Random) -> JsonValue:
-        """A thing that exists; rather one that was made. None if there is none."""
-        made, known = self.made.get(kind, []), self.known.get(kind, [])
-        if made:
-            self.linked = True
-            return chance.choice(made)
-        return chance.choice(known) if known else None
-
-
 class Composer:
     """Makes candidates for one exploration. `inferred`: share of time-zone requests that name the city only."""
 
@@ -138,7 +81,7 @@ class Composer:
         for shape in exploration.shapes:
             for leaf in shape.leaves:
                 self.sides.deal(leaf.options)
-        usable = [shape for shape in exploration.shapes if not _NOT_FOR_TASKS.search(shape.tool.description)]
+        usable = [s for s in exploration.shapes if not _NOT_FOR_TASKS.search(s.tool.description) and not secret_or_slow(s.tool)]
         self.readers = [shape for shape in usable if shape.reads]
         self.changers = [shape for shape in usable if shape.function in exploration.changing]
 

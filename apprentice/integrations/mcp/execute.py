@@ -15,7 +15,6 @@ from datetime import UTC, datetime
 
 from pydantic import JsonValue
 
-from ...core.errors import ApprenticeError
 from ...core.records import JsonObject
 from .compose import Candidate
 from .environment import McpEnvironment, SessionPool, processors
@@ -158,6 +157,3 @@ def changed_entries(before: JsonObject, after: JsonObject, ignored: Sequence[str
 def digest_of_rest(state: JsonObject, known: Sequence[str]) -> str:
     rest = {key: value for key, value in entries_of(state).items() if key not in known}
     return hashlib.sha256(canonical(rest).encode()).hexdigest()[:16]
-
-
-__all__ = ["ApprenticeError", "Executed", "Run", "changed_entries", "digest_of_rest", "empty", "execute", "judged"]

@@ -20,10 +20,11 @@ from pydantic import JsonValue
 from ...core.client.progress import Progress, progress_of
 from ...core.records import JsonObject
 from .environment import McpEnvironment, SessionPool
-from .kinds import READING, VERB_OF, Leaf, Shape, harmful, shape_of, singular, words_of
+from .kinds import READING, Leaf, Shape, harmful, shape_of, singular, words_of
 from .reply import ToolReply
 from .spec import WORKDIR, McpServer
 from .stock import MAKERS
+from .tools import McpTool
 from .values import leaves_of, parsed, put
 
 INVENTED = frozenset({"timezone", "time", "date", "datetime", "expression", "currency", "language", "country", "city", "color"})
@@ -96,12 +97,17 @@ async def explore(pool: SessionPool, options: ExploreOptions | None = None, *, p
 
 def harmless(shape: Shape, options: ExploreOptions) -> bool:
     """Whether a tool may be called to look around."""
-    words = " ".join(words_of(shape.tool.name))
-    if harmful(shape.tool) or _SECRET.search(words):
+    if harmful(shape.tool) or secret_or_slow(shape.tool):
         return False
     if any(fnmatchcase(shape.tool.name, pattern) for pattern in options.allow):
         return True
-    return shape.reads and (shape.tool.read_only is True or shape.verb in READING) and not _SLOW.search(words)
+    return shape.reads and (shape.tool.read_only is True or shape.verb in READING)
+
+
+def secret_or_slow(tool: McpTool) -> bool:
+    """Tools that tell secrets or only take time are left alone, here and in tasks."""
+    words = " ".join(words_of(tool.name))
+    return bool(_SECRET.search(words) or _SLOW.search(words))
 
 
 def is_private(server: McpServer) -> bool:
@@ -260,6 +266,3 @@ def _from_result(found: Exploration, shape: Shape, reply: ToolReply) -> None:
             found.add(thing, leaf)
             if thing.split()[-1:] == ["table"]:
                 found.add("table", leaf)
-
-
-__all__ = ["INVENTED", "VERB_OF", "Exploration", "ExploreOptions", "explore", "harmless", "is_private"]

@@ -118,8 +118,10 @@ def _in_text(text: str, own: set[str]) -> list[tuple[str, str]]:
         numbers = [n for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])", lines[0]) if canonical(n) not in {canonical(v) for v in own}]
         if len(numbers) == 1 and any(value in lines[0] for value in own):
             return [("", numbers[0])]
+        if any(len(value) > 8 and value in lines[0].lower() for value in own):
+            return []  # it only gives back what it was given
         return [("", lines[0].removeprefix(f"{WORKDIR}/").strip("'\""))]
-    lines = [line for line in lines if not line.endswith(":") and line != WORKDIR]
+    lines = [line for line in lines if not line.endswith(":") and line != WORKDIR and re.search(r"\w", line)]
     return [("", line) for line in lines] if 0 < len(lines) <= MOST_FACTS and max(map(len, lines)) <= LONGEST_FACT else []
 
 

@@ -6,6 +6,7 @@ time of day is a result), or `re:` and a pattern for texts without structure.
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
@@ -14,9 +15,11 @@ from pydantic import JsonValue
 
 from ...core.records import JsonObject
 from .stock import words
-from .values import Path, leaves_of, parsed, plain
+from .values import Path, canonical, leaves_of, parsed, plain
 
 MASK = "•"
+LARGEST = 1_000
+"""Characters of one entry of a state."""
 NEAR = timedelta(minutes=15)
 ISO = re.compile(r"\b(\d{4}-\d{2}-\d{2})(?:[T ](\d{2}:\d{2})(?::\d{2}(?:\.\d+)?)?(Z|[+-]\d{2}:?\d{2})?)?")
 WEEKDAYS = frozenset(words("monday tuesday wednesday thursday friday saturday sunday mon tue wed thu fri sat sun"))
@@ -126,17 +129,20 @@ def _masked(value: JsonValue, path: Path, volatile: frozenset[str]) -> JsonValue
     return value
 
 
-Sections = dict[str, JsonValue]
-
-
 def entries_of(state: JsonObject) -> dict[str, JsonValue]:
     """A state as one level: `server/files/path`: content."""
     found: dict[str, JsonValue] = {}
     for server, sections in state.items():
         for section, items in sections.items() if isinstance(sections, dict) else ():
             for key, value in items.items() if isinstance(items, dict) else ():
-                found[f"{server}/{section}/{key}"] = plain_content(value)
+                found[f"{server}/{section}/{key}"] = _short(plain_content(value))
     return found
+
+
+def _short(content: JsonValue) -> JsonValue:
+    """Large contents are their hash."""
+    text = canonical(content)
+    return content if len(text) <= LARGEST else f"{len(text)} characters, sha256:{hashlib.sha256(text.encode()).hexdigest()}"
 
 
 def plain_content(value: JsonValue) -> JsonValue:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from .phrases import Frame
+from .frames import Frame
 from .stock import Table, named, number
 
 Row = tuple[str, int]

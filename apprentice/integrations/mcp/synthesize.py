@@ -14,13 +14,14 @@ from pydantic import JsonValue
 from ...core.client.progress import Progress, progress_of
 from ...core.errors import InfrastructureError
 from ...core.records import JsonObject, Scenario
-from .compose import Candidate, Composer, PlannedCall, Side
+from .compose import Candidate, Composer, PlannedCall
 from .environment import SessionPool
 from .execute import Executed, execute
 from .explore import Exploration
 from .facts import facts_of
 from .phrases import names_tool
 from .scenarios import scenario_id
+from .world import Side
 
 Generator = Callable[[list[JsonObject]], Awaitable[str]]
 ROUNDS = 12
