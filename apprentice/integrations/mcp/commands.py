@@ -128,7 +128,7 @@ def master(
     server: ServerArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="Everything of the run; the same folder resumes.")] = Path("mastery"),
     base_model: Annotated[str, typer.Option(metavar="NAME")] = "smollm2-135m",
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="GRPO steps.")] = 5,
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="GRPO steps.")] = 8,
     scenario_count: Annotated[int, typer.Option("--scenarios", metavar="N", min=4, help="To train on.")] = 144,
     held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
     demonstrations: Annotated[int, typer.Option(metavar="N", min=0, help="Reference runs shown first.")] = 96,

@@ -63,7 +63,7 @@ class MasterySettings(Record):
     """Scenarios of the evaluation, at most."""
     demonstrations: Annotated[int, Field(ge=0)] = 96
     """Reference runs shown before GRPO; 0: none."""
-    steps: Count = 5
+    steps: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
     groups_per_step: Count = 4
     max_turns: Count = 4
