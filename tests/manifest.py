@@ -270,5 +270,31 @@ MANIFEST: tuple[Promise, ...] = (
             f"{MCP}/test_environment.py::test_200_rollouts_in_a_row_leave_no_process_no_file_and_no_growing_memory",
         ),
     ),
+    Promise(
+        "mcp-scenarios",
+        "scenarios are executed before they are kept, run afresh, and the held-out part shares no value and no wording with training",
+        "docs/mcp.md",
+        (
+            f"{MCP}/test_synthesize.py::test_scenarios_run_afresh_pass_their_check_and_share_nothing_between_the_parts",
+            f"{MCP}/test_scenarios.py::test_whatever_the_scenarios_the_parts_share_no_value_and_no_wording_unless_it_is_said",
+            f"{MCP}/test_requests.py::test_every_value_stands_in_the_request_and_no_tool_is_named",
+        ),
+    ),
+    Promise(
+        "mcp-harmless",
+        "exploring changes nothing, and tasks write only where what is written is private and thrown away",
+        "docs/mcp.md",
+        (
+            f"{MCP}/test_synthesize.py::test_exploring_changes_nothing",
+            f"{MCP}/test_synthesize.py::test_servers_that_are_shared_or_reach_out_are_never_written_to",
+            f"{MCP}/test_synthesize.py::test_which_tools_may_be_called_to_look_around",
+        ),
+    ),
+    Promise(
+        "mcp-checks",
+        "an attempt is judged by the state and the results it reached, whatever the way, and no answer passes without the calls",
+        "docs/mcp.md",
+        (f"{MCP}/test_checks.py",),
+    ),
     Promise("thin-client", "`import apprentice` needs only httpx and pydantic", "DESIGN 2", ("test_import_rules.py",)),
 )

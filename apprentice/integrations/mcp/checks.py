@@ -92,7 +92,7 @@ def _name(event: ToolReply) -> str:
 
 def _matches(calls: Sequence[ReferenceCall], events: Sequence[ToolReply]) -> list[tuple[ToolReply | None, float]]:
     """For each reference call the event of the same tool that comes closest, and the share of its arguments; no event twice."""
-    free = list(events)
+    free = [event for event in events if isinstance(event.arguments, dict)]
     found: list[tuple[ToolReply | None, float]] = []
     for call in calls:
         scored = [

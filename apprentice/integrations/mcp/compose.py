@@ -20,7 +20,7 @@ from pydantic import JsonValue
 from ...core.records import JsonObject
 from .explore import INVENTED, Exploration, secret_or_slow
 from .kinds import Leaf, Shape
-from .phrases import JOINS, Wording, fill, join, slot_of, wordings
+from .phrases import JOINS, Wording, fill, join, names_tool, slot_of, wordings
 from .spec import WORKDIR
 from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
 from .stock import MAKERS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
@@ -386,7 +386,9 @@ class Composer:
 
 def _candidate(text: str, calls: Sequence[PlannedCall], frame: str, wording: int, form: str = "explicit") -> Candidate | None:
     kind = "single" if len(calls) == 1 else f"chain{len(calls)}"
-    return Candidate(text, tuple(calls), kind, frame, wording, form) if len(text) <= LONGEST_REQUEST else None
+    if len(text) > LONGEST_REQUEST or any(names_tool(text, call.shape) for call in calls):
+        return None
+    return Candidate(text, tuple(calls), kind, frame, wording, form)
 
 
 def side_of_wording(number: int) -> Side:
@@ -405,7 +407,8 @@ def _wordings(call: PlannedCall, shown: dict[str, str], *, joined: bool) -> list
         return [wording for wording in found if f"folder {HERE}" not in wording.text]
     frame = call.statement.frame
     templates = frame.does if joined else frame.asks
-    return [Wording(frame.name, number, fill(template, call.statement.slots)) for number, template in enumerate(templates)]
+    found = [Wording(frame.name, number, fill(template, call.statement.slots)) for number, template in enumerate(templates)]
+    return [wording for wording in found if not names_tool(wording.text, call.shape)]
 
 
 def _cities(call: PlannedCall) -> dict[str, str]:
@@ -440,8 +443,7 @@ def _remember_deeds(shape: Shape, given: Sequence[tuple[Leaf, JsonValue]], world
         after.append(lambda: world.triples.append((parts["source"], parts["relation"], parts["target"])))
     if shape.verb == "delete" and len(given) == 1:
         gone = given[0][1]
-        after.append(lambda: world.made.__setitem__("name", [name for name in world.made.get("name", []) if name != gone]))
-        after.append(lambda: world.made.__setitem__("sentence", []))
+        after.append(lambda: world.forget(gone))
 
 
 def _order(leaf: Leaf) -> int:

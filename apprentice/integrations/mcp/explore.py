@@ -101,7 +101,7 @@ def harmless(shape: Shape, options: ExploreOptions) -> bool:
         return False
     if any(fnmatchcase(shape.tool.name, pattern) for pattern in options.allow):
         return True
-    return shape.reads and (shape.tool.read_only is True or shape.verb in READING)
+    return shape.reads and (shape.tool.read_only is True or shape.verb in READING or any(leaf.kind == "sql_read" for leaf in shape.leaves))
 
 
 def secret_or_slow(tool: McpTool) -> bool:
@@ -183,6 +183,8 @@ async def _from_calls(env: McpEnvironment, found: Exploration, options: ExploreO
             arguments = _arguments(found, shape, chance)
             if arguments is None:
                 break
+            if any(done.function == shape.function and done.arguments == arguments for done in found.calls):
+                continue
             display.note(shape.function)
             reply = await _call(env, shape.function, arguments, options)
             found.calls.append(reply)

@@ -78,17 +78,17 @@ def _within(text: str, given: set[str]) -> bool:
     return any(len(value) > 3 and value in text for value in given)
 
 
-def _fact(shape: Shape, index: int, path: Path, leaf: JsonValue, volatile: Sequence[str]) -> Fact | None:
-    if isinstance(leaf, bool) or leaf is None or leaf == "" or (isinstance(leaf, str) and (len(leaf) > LONGEST_FACT or "\n" in leaf)):
+def _fact(shape: Shape, index: int, path: Path, value: JsonValue, volatile: Sequence[str]) -> Fact | None:
+    if isinstance(value, bool) or value is None or value == "" or (isinstance(value, str) and (len(value) > LONGEST_FACT or "\n" in value)):
         return None
     form = ""
-    match = ISO.fullmatch(leaf) if isinstance(leaf, str) else None
+    match = ISO.fullmatch(value) if isinstance(value, str) else None
     if match:
-        about_time = "time" in shape.object or any(other.kind == "time" for other in shape.leaves)
+        about_time = {"time", "now", "clock"} & set(shape.object.split()) or any(leaf.kind in ("time", "timezone") for leaf in shape.leaves)
         form = "time" if match[2] and about_time else "date"
     where = path_text(path)
     moves = where in volatile or (f"{where} date" in volatile and form != "time")
-    return Fact(index, path, form, shaped(leaf, form).removeprefix(f"{WORKDIR}/"), live=moves)
+    return Fact(index, path, form, shaped(value, form).removeprefix(f"{WORKDIR}/"), live=moves)
 
 
 def shaped(leaf: JsonValue, form: str) -> str:

@@ -404,6 +404,20 @@ FRAMES: tuple[Frame, ...] = (
         verbs=("get", "search"),
     ),
     Frame(
+        "mail",
+        ("email", "sentence"),
+        (
+            'Write to {email}: "{sentence}".',
+            'Let {email} know: "{sentence}".',
+            'Please tell {email} "{sentence}".',
+            '{email} should get the message "{sentence}".',
+            'Drop {email} a line: "{sentence}".',
+            'I want {email} to read this: "{sentence}".',
+        ),
+        ('write "{sentence}" to {email}', 'let {email} know "{sentence}"', 'tell {email} "{sentence}"'),
+        verbs=("send", "create", "write", "other"),
+    ),
+    Frame(
         "note a sentence",
         ("sentence",),
         (

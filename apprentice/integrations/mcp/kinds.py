@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Literal, cast
 
 from pydantic import JsonValue
@@ -135,12 +136,17 @@ def _says_sql_write(tool: McpTool) -> bool:
 
 
 def _reads(tool: McpTool, words: list[str], verb: Verb, leaves: tuple[Leaf, ...]) -> bool:
+    """By the server's hint; else by the verb in front (`read_note` reads, although a note can be a verb too)."""
     if tool.read_only is not None:
         return tool.read_only
     if harmful(tool) or any(leaf.kind in ("sql_write", "sql_create") for leaf in leaves):
         return False
-    verbs = {VERB_OF[word] for word in words if word in VERB_OF}
-    return verb in READING and not verbs & {"create", "write", "add", "update", "move", "delete", "send"}
+    if any(leaf.kind == "sql_read" for leaf in leaves):
+        return True
+    first = {VERB_OF[word] for word in words[:1] if word in VERB_OF}
+    also = {VERB_OF[after] for word, after in pairwise(words) if word in ("and", "or") and after in VERB_OF}
+    verbs = (first or {VERB_OF[word] for word in words if word in VERB_OF} or {verb}) | also
+    return bool(verbs) and verbs <= READING
 
 
 def _leaves(schema: JsonObject, path: tuple[str, ...], required: bool, tool: McpTool, objects: list[str]) -> Iterator[Leaf]:

@@ -34,19 +34,33 @@ _READ = (
     "Give me the {object}{rest}, please.",
 )
 _READ_DO = ("show me the {object}{rest}", "look up the {object}{rest}", "tell me the {object}{rest}")
-_CHANGES: dict[Verb, tuple[str, ...]] = {
-    "create": ("make a new {one}{rest}", "set up a new {one}{rest}", "I need a new {one}{rest}"),
-    "write": ("keep a {one}{rest}", "put down the {one}{rest}", "see to it that there is a {one}{rest}"),
-    "add": ("put in a new {one}{rest}", "there is one more {one}{rest}, take it in", "extend it by a {one}{rest}"),
-    "update": ("adapt the {one}{rest}", "the {one} should be different{rest}", "bring the {one} up to date{rest}"),
-    "move": ("bring the {one} elsewhere{rest}", "the {one} should go elsewhere{rest}", "put the {one} in another place{rest}"),
-    "delete": ("get rid of the {one}{rest}", "I no longer need the {one}{rest}", "take away the {one}{rest}"),
-    "send": ("start the {one}{rest}", "let the {one} go out{rest}", "see to the {one}{rest}"),
+_CHANGES: dict[Verb, tuple[str, str, str]] = {
+    "create": ("make a new {one}{rest}", "set up a new {one}{rest}", "put together a new {one}{rest}"),
+    "write": ("keep a {one}{rest}", "put down the {one}{rest}", "store a {one}{rest}"),
+    "add": ("put in a new {one}{rest}", "take in one more {one}{rest}", "enter a new {one}{rest}"),
+    "update": ("adapt the {one}{rest}", "bring the {one} up to date{rest}", "change the {one}{rest}"),
+    "move": ("bring the {one} elsewhere{rest}", "put the {one} in another place{rest}", "take the {one} elsewhere{rest}"),
+    "delete": ("get rid of the {one}{rest}", "take away the {one}{rest}", "throw out the {one}{rest}"),
+    "send": ("start the {one}{rest}", "see to the {one}{rest}", "set off the {one}{rest}"),
 }
+"""Clauses for changes that no frame knows."""
+
+
+def _asked(clauses: tuple[str, str, str]) -> tuple[str, ...]:
+    first, second, third = clauses
+    return (*(f"{_capital(text)}." for text in clauses), f"Please {first}.", f"Can you {second}?", f"I want you to {third}.")
+
+
 _PLACED = {
     **dict.fromkeys(("timezone", "city", "country", "language", "path", "folder", "currency"), " in {v}"),
     **{"date": " on {v}", "time": " at {v}", "datetime": " at {v}", "email": " to {v}", "url": " from {v}"},
 }
+_BY_LABEL = (
+    (r"\b(?:city|location|place|country|region|town|state)\b", " in {v}"),
+    (r"\b(?:topic|subject|theme)\b", " about {v}"),
+    (r"\b(?:user|owner|person|customer)\b", " for {v}"),
+)
+_SPANS = {"days", "hours", "minutes", "seconds", "weeks", "months", "years", "nights", "people", "persons"}
 JOINS: tuple[tuple[str, ...], ...] = (
     (
         "{D1}, then {d2}.",
@@ -135,7 +149,7 @@ def wordings(
         filled["rest"] = "".join(_clause(shape, leaf, value, index, len(given)) for index, (leaf, value) in enumerate(given))
         reading = shape.reads or shape.verb == "other"
         changes = _CHANGES.get(shape.verb, _CHANGES["send"])
-        asks = _READ if reading else tuple(f"{_capital(text)}." for text in changes)
+        asks = _READ if reading else _asked(changes)
         templates, name = (_READ_DO if reading else changes) if joined else asks, f"{shape.function}, in general"
     found = [Wording(name, number, fill(template, filled)) for number, template in enumerate(templates)]
     return [wording for wording in found if not names_tool(wording.text, shape)]
@@ -150,8 +164,14 @@ def _frame(shape: Shape, slots: object) -> Frame | None:
 
 
 def _clause(shape: Shape, leaf: Leaf, value: object, index: int, count: int) -> str:
-    if leaf.kind in _PLACED and count == 1:
+    """How one more value is put in: by a preposition where its kind or name has one, else by its name."""
+    for pattern, place in _BY_LABEL:
+        if re.search(pattern, leaf.label) and leaf.kind in ("enum", "text", "name", "city", "country"):
+            return place.format(v=value)
+    if leaf.kind in _PLACED and (count == 1 or leaf.kind not in ("path", "folder", "timezone")):
         return _PLACED[leaf.kind].format(v=value)
+    if leaf.kind in ("integer", "number") and leaf.label in _SPANS:
+        return f" for {value} {leaf.label}"
     label = leaf.label if leaf.label not in ("", shape.object) else leaf.kind
     lead = " with" if index == 0 else " and" if index == count - 1 else ","
     return f"{lead} the {label} {quoted(leaf.kind, value)}"

@@ -29,7 +29,7 @@ GIVE_UP = 3
 """A sequence of tools that failed so often and never worked is not tried again."""
 MOST_WORDINGS = 2
 """Scenarios with the same calls, in other wordings, where there is little else to ask."""
-ALIKE = 0.7
+ALIKE = 0.6
 """Jaccard similarity of word pairs from which two requests for the same calls are the same request."""
 LENGTHS: tuple[tuple[int, float], ...] = ((1, 0.5), (2, 0.35), (3, 0.15))
 DIFFICULTY = {"single": 0.2, "chain2": 0.5, "chain3": 0.8, "free": 0.6}
@@ -180,9 +180,11 @@ class _Maker:
                     raise
                 self._display.note(str(error)[:120])
                 return
-            candidates = [c for c in proposals(reply, self._found) if self._new(c)]
-            for candidate in candidates:
-                self._remember(candidate)
+            candidates: list[Candidate] = []
+            for candidate in proposals(reply, self._found):
+                if self._new(candidate):
+                    self._remember(candidate)
+                    candidates.append(candidate)
             for executed in await self._execute(candidates):
                 side: Side = (
                     "test" if len(self._kept["test"]) * self._wanted["train"] < len(self._kept["train"]) * self._wanted["test"] else "train"

@@ -63,6 +63,12 @@ class World:
     def make(self, kind: str, value: JsonValue) -> None:
         self.made.setdefault(kind, []).append(value)
 
+    def forget(self, thing: JsonValue) -> None:
+        """It was deleted, and what was said about it is gone with it."""
+        said = self.said.pop(str(thing), [])
+        for things in (*self.made.values(), *self.known.values()):
+            things[:] = [value for value in things if value != thing and value not in said]
+
     def take(self, kind: str, chance: random.Random) -> JsonValue:
         """A thing that exists; rather one that was made. None if there is none."""
         made, known = self.made.get(kind, []), self.known.get(kind, [])

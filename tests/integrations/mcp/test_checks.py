@@ -1,0 +1,216 @@
+"""Grading by effect: what counts as a success, what does not, and what each part is worth."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from apprentice.core.errors import ConfigError
+from apprentice.core.records import JsonObject, Scenario
+from apprentice.integrations.mcp.checks import CheckWeights, Grade, demonstration, grade, same_state, share_of
+from apprentice.integrations.mcp.execute import changed_entries, digest_of_rest
+from apprentice.integrations.mcp.reply import ToolReply
+
+TIME = json.dumps({"source": "14:30", "target": {"zone": "Asia/Tokyo", "datetime": "2026-12-02T04:30:00+09:00"}})
+ARGUMENTS: JsonObject = {"from_zone": "America/New_York", "to_zone": "Asia/Tokyo", "time": "14:30"}
+
+
+class World:
+    """An environment of which only the state counts."""
+
+    def __init__(self, files: dict[str, str] | None = None) -> None:
+        self.files = files or {}
+
+    async def state(self) -> JsonObject:
+        return {"s": {"files": {**self.files}}}
+
+
+def reading(**changes: Any) -> Scenario:
+    call = {"tool": "convert", "arguments": ARGUMENTS, "result": TIME, "volatile": ["$.target.datetime date"]}
+    metadata: dict[str, Any] = {"calls": [call], "facts": ["04:30"], **changes}
+    return Scenario(id="t", input="When it is 14:30 in New York, what time is it in Tokyo?", metadata=metadata)
+
+
+def writing(files: dict[str, str], *, calls: list[JsonObject] | None = None) -> Scenario:
+    before: JsonObject = {"s": {"files": {"old.txt": "x"}}}
+    after: JsonObject = {"s": {"files": {"old.txt": "x", **files}}}
+    changed = changed_entries(before, after, [])
+    made: list[JsonObject] = [
+        {"tool": "write", "arguments": {"path": name, "text": text}, "result": "ok", "changes": True} for name, text in files.items()
+    ]
+    state: JsonObject = {"changed": changed, "rest": digest_of_rest(after, list(changed)), "ignored": []}
+    metadata: dict[str, Any] = {"calls": calls or made, "facts": [], "state": state}
+    return Scenario(id="w", input="Write it.", metadata=metadata)
+
+
+def reply(tool: str, arguments: Any, text: str = "ok", outcome: Any = "ok") -> ToolReply:
+    return ToolReply("s", tool, arguments, outcome, text, function=tool)
+
+
+async def judged(scenario: Scenario, events: list[ToolReply], answer: str = "", files: dict[str, str] | None = None) -> Grade:
+    return await grade(scenario, World(files), events, answer)
+
+
+async def test_the_right_call_with_the_fact_told_is_worth_everything() -> None:
+    found = await judged(reading(), [reply("convert", {**ARGUMENTS, "from_zone": "america/new_york"}, TIME)], "It is 4:30 am there.")
+    assert found.success
+    assert found.reward == pytest.approx(1.0)
+    weights = CheckWeights()
+    assert weights.format + weights.tool + weights.arguments + weights.executed + weights.result + weights.facts == pytest.approx(1.0)
+
+
+async def test_the_same_result_on_another_day_is_the_same_result() -> None:
+    tomorrow = TIME.replace("2026-12-02", "2027-03-05")
+    assert (await judged(reading(), [reply("convert", ARGUMENTS, tomorrow)], "04:30")).success
+
+
+async def test_without_the_call_no_answer_passes_however_many_candidates_it_lists() -> None:
+    everything = " ".join(f"{hour:02d}:{minute:02d}" for hour in range(24) for minute in range(60))
+    assert not (await judged(reading(), [], everything)).success
+    other = reply("convert", {**ARGUMENTS, "to_zone": "Asia/Seoul"}, TIME.replace("Tokyo", "Seoul"))
+    found = await judged(reading(), [other], everything)
+    assert not found.success
+    assert found.parts["facts"] == 0
+    assert 0.3 < found.reward < 0.6
+
+
+async def test_the_right_call_without_the_fact_is_no_success() -> None:
+    found = await judged(reading(), [reply("convert", ARGUMENTS, TIME)], "It is half past three.")
+    assert not found.success
+    assert found.reward == pytest.approx(0.8)
+
+
+async def test_each_step_on_the_way_is_worth_a_little_more() -> None:
+    steps = [
+        [],
+        [reply("convert", "not json", "The arguments must be a JSON object", "tool_error")],
+        [reply("list", {}, "[]")],
+        [reply("convert", {"time": "1"}, "missing", "tool_error")],
+        [reply("convert", {**ARGUMENTS, "time": "15:30"}, "no", "tool_error")],
+        [reply("convert", {**ARGUMENTS, "time": "15:30"}, TIME.replace("04:30", "05:30"))],
+        [reply("convert", ARGUMENTS, TIME)],
+    ]
+    rewards = [(await judged(reading(), events)).reward for events in steps]
+    assert rewards[0] == 0
+    assert rewards == sorted(rewards)
+    assert len(set(rewards[2:])) == len(rewards[2:])
+
+
+async def test_calls_beyond_the_reference_cost_a_little_and_do_no_other_harm() -> None:
+    events = [reply("list", {}, "[]"), reply("convert", ARGUMENTS, TIME), reply("list", {}, "[]")]
+    found = await judged(reading(), events, "04:30")
+    assert found.success
+    assert found.reward == pytest.approx(1 - 2 * 0.02)
+    many = await judged(reading(), [*[reply("list", {}, "[]")] * 50, reply("convert", ARGUMENTS, TIME)], "04:30")
+    assert many.reward == pytest.approx(0.9)
+
+
+async def test_a_fact_that_moves_is_compared_with_what_the_rollout_saw() -> None:
+    now = json.dumps({"zone": "Asia/Tokyo", "datetime": "2026-12-01T22:30:57+09:00"})
+    scenario = Scenario(
+        id="n",
+        input="What time is it in Tokyo?",
+        metadata={
+            "calls": [{"tool": "now", "arguments": {"zone": "Asia/Tokyo"}, "result": now, "volatile": ["$.datetime"]}],
+            "facts": [],
+            "live_facts": [{"call": 0, "path": ["datetime"], "form": "time"}],
+        },
+    )
+    seen = [reply("now", {"zone": "Asia/Tokyo"}, now.replace("22:30", "07:11"))]
+    assert (await judged(scenario, seen, "It is 07:11.")).success
+    assert not (await judged(scenario, seen, "It is 22:30.")).success
+    assert not (await judged(scenario, [reply("now", {"zone": "Asia/Seoul"}, now.replace("Tokyo", "Seoul"))], "22:30")).success
+
+
+async def test_the_state_counts_not_the_way_to_it() -> None:
+    scenario = writing({"a.txt": "hello"})
+    right = {"old.txt": "x", "a.txt": "hello\n"}
+    other_way = [reply("write", {"path": "b.txt", "text": "hello"}), reply("move", {"from": "b.txt", "to": "a.txt"})]
+    assert (await judged(scenario, other_way, files=right)).success
+    assert (await judged(scenario, [reply("write", {"path": "./a.txt", "text": "hello"})], files=right)).success
+
+
+@pytest.mark.parametrize(
+    "left", [{"old.txt": "x"}, {"old.txt": "x", "a.txt": "bye"}, {"old.txt": "x", "a.txt": "hello", "b.txt": ""}, {"a.txt": "hello"}]
+)
+async def test_a_state_with_less_more_or_other_things_is_not_the_state(left: dict[str, str]) -> None:
+    found = await judged(writing({"a.txt": "hello"}), [reply("write", {"path": "a.txt", "text": "hello"})], "Done.", files=left)
+    assert not found.success
+    assert found.parts["result"] == 0
+
+
+async def test_where_no_state_can_be_seen_every_change_must_have_been_made_as_asked() -> None:
+    call: JsonObject = {"tool": "send", "arguments": {"to": "a@b.c", "n": 2}, "result": "sent", "changes": True}
+    scenario = Scenario(id="c", input="Send.", metadata={"calls": [call]})
+    assert (await judged(scenario, [reply("send", {"to": "a@b.c", "n": "2"}, "sent")])).success
+    assert not (await judged(scenario, [reply("send", {"to": "a@b.c", "n": 3}, "sent")])).success
+    assert not (await judged(scenario, [reply("send", {"to": "a@b.c", "n": 2}, "no", "reported_failure")])).success
+
+
+async def test_another_reading_tool_with_the_same_values_and_all_the_facts_will_do() -> None:
+    listing = Scenario(
+        id="l",
+        input="What is in notes?",
+        metadata={
+            "calls": [{"tool": "list", "arguments": {"path": "notes"}, "result": "[FILE] a.txt\n[FILE] b.txt"}],
+            "facts": ["a.txt", "b.txt"],
+        },
+    )
+    sized = reply("list_with_sizes", {"folder": "notes"}, "[FILE] a.txt  3 B\n[FILE] b.txt  4 B")
+    assert (await judged(listing, [sized], "a.txt and b.txt")).success
+    elsewhere = reply("list_with_sizes", {"folder": "."}, "[FILE] a.txt  3 B\n[FILE] b.txt  4 B")
+    assert not (await judged(listing, [elsewhere], "a.txt and b.txt")).success
+
+
+async def test_a_count_that_is_right_by_chance_is_not_right() -> None:
+    count: JsonObject = {"tool": "count", "arguments": {"table": "ships"}, "result": "3"}
+    scenario = Scenario(id="n", input="How many?", metadata={"calls": [count], "facts": ["3"]})
+    assert not (await judged(scenario, [reply("count", {"table": "cars"}, "3")], "3")).success
+    assert (await judged(scenario, [reply("count", {"table": "ships"}, "3")], "3")).success
+
+
+async def test_metadata_that_are_no_reference_are_one_sentence() -> None:
+    with pytest.raises(ConfigError, match=r"scenario t: metadata\.calls is wrong"):
+        await judged(Scenario(id="t", input="x"), [])
+
+
+def test_arguments_are_compared_leaf_by_leaf() -> None:
+    assert share_of({"a": 1, "b": ["x", "y"]}, {"b": ["x", "y"], "a": "1"}) == 1.0
+    assert share_of({"a": 1, "b": 2}, {"a": 1, "b": 3}) == pytest.approx(1 / 3)
+    assert share_of({"a": 1}, {"a": 1, "b": 2}) == pytest.approx(1 / 2)
+    assert share_of({"a": 1}, "text") == 0.0
+    assert share_of({}, {}) == 1.0
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(
+    st.dictionaries(st.sampled_from("abcd"), st.text(max_size=5)),
+    st.dictionaries(st.sampled_from("abcd"), st.text(max_size=5)),
+    st.dictionaries(st.sampled_from("abcd"), st.text(max_size=5)),
+)
+def test_a_state_is_the_reference_only_if_it_has_its_changes_and_nothing_else(
+    before: dict[str, str], after: dict[str, str], other: dict[str, str]
+) -> None:
+    def state(files: dict[str, str]) -> JsonObject:
+        return {"s": {"files": {**files}}}
+
+    changed = changed_entries(state(before), state(after), [])
+    reference: JsonObject = {"changed": changed, "rest": digest_of_rest(state(after), list(changed)), "ignored": []}
+    assert same_state(reference, state(after))
+    assert same_state(reference, state(other)) == (changed_entries(state(after), state(other), []) == {})
+
+
+def test_a_demonstration_is_the_reference_run_with_a_short_answer() -> None:
+    tools: list[JsonObject] = [{"type": "function", "function": {"name": "convert"}}]
+    shown = demonstration(reading(), "Be brief.", tools)
+    assert [message["role"] for message in shown.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    call = shown.messages[2]["tool_calls"][0]  # pyright: ignore
+    assert json.loads(call["function"]["arguments"]) == ARGUMENTS  # pyright: ignore
+    assert shown.messages[3] == {"role": "tool", "tool_call_id": call["id"], "content": TIME}  # pyright: ignore
+    assert shown.messages[-1]["content"] == "The answer is 04:30."
+    assert shown.tools == tuple(tools)
+    assert demonstration(writing({"a": "b"}), "", []).messages[-1]["content"] == "Done."
