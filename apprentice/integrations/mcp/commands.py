@@ -27,6 +27,7 @@ Env = Annotated[list[str] | None, typer.Option("--env", metavar="K=V", help="For
 Header = Annotated[list[str] | None, typer.Option("--header", metavar="K:V", help="For a URL; may be repeated.")]
 Bearer = Annotated[str | None, typer.Option(metavar="VAR", help="Environment variable with a bearer token.")]
 Allow = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these tools; may be repeated.")]
+RealData = Annotated[bool, typer.Option("--real-data", help="The server may change what its command points at.")]
 Deny = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Not these tools; may be repeated.")]
 
 
@@ -94,6 +95,7 @@ def scenarios(
     held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
     generator: Annotated[str | None, typer.Option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")] = None,
     seed: int = 0,
+    real_data: RealData = False,
     isolation: Isolation = None,
     fixture: Fixture = None,
     env: Env = None,
@@ -113,7 +115,7 @@ def scenarios(
 
     async def work() -> tuple[int, int]:
         async with SessionPool([spec]) as pool:
-            train, test = await make_scenarios(pool, count=count, held_out=held_out, seed=seed, generator=invent)
+            train, test = await make_scenarios(pool, count=count, held_out=held_out, seed=seed, generator=invent, real_data=real_data)
         out.mkdir(parents=True, exist_ok=True)
         write_scenarios(out / "train.jsonl", train)
         write_scenarios(out / "test.jsonl", test)
@@ -142,6 +144,7 @@ def master(
     generator: Annotated[str | None, typer.Option(metavar="MODEL", help="Also invents tasks.")] = None,
     url: Annotated[str | None, typer.Option(metavar="URL", help="Of a server; default: start one.")] = None,
     seed: int = 0,
+    real_data: RealData = False,
     isolation: Isolation = None,
     fixture: Fixture = None,
     env: Env = None,
@@ -172,7 +175,8 @@ def master(
         warmup=SftConfig(learning_rate=1e-3, batch_size=batch_size, epochs=epochs, activation_memory_gib=memory),
         train=TrainConfig(learning_rate=learning_rate, activation_memory_gib=memory),
     )
-    report = asyncio.run(run_master([spec], settings, out, url=url, generator=generator_of(generator) if generator else None))
+    invent = generator_of(generator) if generator else None
+    report = asyncio.run(run_master([spec], settings, out, url=url, generator=invent, real_data=real_data))
     show_report(report, out)
     if not report.gained:
         raise typer.Exit(1)

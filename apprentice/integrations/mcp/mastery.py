@@ -17,6 +17,7 @@ The loop, the report and the server are core's; this module only hands them thei
 from __future__ import annotations
 
 import json
+import os
 import random
 import shutil
 from collections.abc import Awaitable, Callable, Sequence
@@ -48,6 +49,8 @@ SUCCESS = "success"
 """The rollout metric: 1 if the check was passed whole, else 0."""
 Generator = Callable[[list[JsonObject]], Awaitable[str]]
 Count = Annotated[int, Field(ge=1)]
+PROGRAMS = frozenset({".py", ".js", ".mjs", ".cjs", ".ts", ".jar", ".sh", ".exe", ".wasm"})
+"""Endings of files that are run, not worked on."""
 
 
 class MasterySettings(Record):
@@ -88,17 +91,18 @@ async def master(
     *,
     url: str | None = None,
     generator: Generator | None = None,
+    real_data: bool = False,
     progress: bool | Progress = True,
 ) -> MasteryReport:
     """Run to the end, from the start or from where the last run in `out` stopped.
 
     `url`: of a running Apprentice server (None: one is started, with its home in `out`). `generator`: a model that invents
-    further tasks. Raises ConfigError, ToolServerError, and what training raises.
+    further tasks. `real_data`: see `make_scenarios`. Raises ConfigError, ToolServerError, and what training raises.
     """
     display = progress_of(progress)
     _keep_settings(out, settings, servers)
     async with SessionPool(servers) as pool:
-        train, test = await _scenarios(out, pool, settings, generator, display)
+        train, test = await _scenarios(out, pool, settings, generator, real_data, display)
         async with pool.environment() as env:
             tools, instructions = env.tools, env.instructions
         system = "\n\n".join(str(message["content"]) for message in system_messages(settings.system, instructions))
@@ -170,10 +174,17 @@ async def make_scenarios(
     held_out: int,
     seed: int = 0,
     generator: Generator | None = None,
+    real_data: bool = False,
     progress: bool | Progress = True,
 ) -> tuple[list[Scenario], list[Scenario]]:
-    """Explore, synthesize, execute, split: (train, test)."""
+    """Explore, synthesize, execute, split: (train, test).
+
+    A server that may write, and whose command names a place on this machine where all rollouts would, is refused with
+    ConfigError unless `real_data`: a configuration file that was written for daily use points at what its owner works with.
+    """
     display = progress_of(progress)
+    if not real_data:
+        await _refuse_real_data(pool)
     exploration = await explore(pool, progress=display)
     found = await synthesize(pool, exploration, count=count + held_out, held_out=held_out, seed=seed, generator=generator, progress=display)
     train, test = split(found, held_out=held_out, seed=seed)
@@ -186,18 +197,51 @@ async def make_scenarios(
 
 
 async def _scenarios(
-    out: Path, pool: SessionPool, settings: MasterySettings, generator: Generator | None, progress: Progress
+    out: Path, pool: SessionPool, settings: MasterySettings, generator: Generator | None, real_data: bool, progress: Progress
 ) -> tuple[list[Scenario], list[Scenario]]:
     """Those in the folder, or new ones, written there. The test file is written last: with it the stage is done."""
     folder = out / "scenarios"
     if not (folder / "test.jsonl").exists():
         train, test = await make_scenarios(
-            pool, count=settings.scenarios, held_out=settings.held_out, seed=settings.seed, generator=generator, progress=progress
+            pool,
+            count=settings.scenarios,
+            held_out=settings.held_out,
+            seed=settings.seed,
+            generator=generator,
+            real_data=real_data,
+            progress=progress,
         )
         folder.mkdir(exist_ok=True)
         write_scenarios(folder / "train.jsonl", train)
         write_scenarios(folder / "test.jsonl", test)
     return read_scenarios(folder / "train.jsonl"), read_scenarios(folder / "test.jsonl")
+
+
+async def _refuse_real_data(pool: SessionPool) -> None:
+    named = {server.name: paths for server in pool.servers if (paths := data_paths(server))}
+    if not named:
+        return
+    async with pool.environment() as env:
+        writers = {tool.server for tool in env.toolset.tools if not tool.read_only}
+    for name, paths in named.items():
+        if name in writers:
+            raise ConfigError(
+                f"the command of the server '{name}' names {paths[0]}, which every rollout would change: write {{workdir}} in its place, with "
+                "--fixture for data to start from, or say --real-data if it may be changed"
+            )
+
+
+def data_paths(server: McpServer) -> list[str]:
+    """Places on this machine that a command and its environment name, programs aside, and that all rollouts would share."""
+    found: list[str] = []
+    for text in (*server.command[1:], *server.env.values(), server.cwd or ""):
+        value = os.path.expanduser(text.partition("=")[2] if text.startswith("-") else text)
+        path = Path(value)
+        if not path.is_absolute() or "{workdir}" in value or path.suffix in PROGRAMS:
+            continue
+        if path.is_dir() or (path.suffix and path.parent.is_dir()):
+            found.append(value)
+    return found
 
 
 def _shown(train: Sequence[Scenario], settings: MasterySettings) -> list[Scenario]:
