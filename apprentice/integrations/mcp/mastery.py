@@ -226,8 +226,8 @@ async def _refuse_real_data(pool: SessionPool) -> None:
     for name, paths in named.items():
         if name in writers:
             raise ConfigError(
-                f"the command of the server '{name}' names {paths[0]}, which every rollout would change: write {{workdir}} in its place, with "
-                "--fixture for data to start from, or say --real-data if it may be changed"
+                f"the command of the server '{name}' names {paths[0]}, which every rollout would change: write {{workdir}} in "
+                "its place, with --fixture for data to start from, or say --real-data if it may be changed"
             )
 
 
