@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 
 PLAIN_SECONDS = 10.0
 """Seconds between two plain lines."""
+SOONEST = 10
+"""Units run side by side: before a tenth of them is done, their pace says nothing."""
 BARS = "▁▂▃▄▅▆▇█"
 
 
@@ -99,7 +101,7 @@ class _Counts:
 
     def remaining(self) -> str:
         count = self.done + self.failures
-        if not count or count >= self.total:
+        if count < max(1, self.total / SOONEST) or count >= self.total:
             return ""
         seconds = (time.monotonic() - self.started) / count * (self.total - count)
         return f"{int(seconds // 60)}:{int(seconds % 60):02d} left"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import random
 import statistics
 import time
@@ -510,3 +511,15 @@ async def test_a_rollout_that_is_cancelled_while_its_trajectory_is_opened_or_fin
         task.cancel()
         await asyncio.wait([task])
     assert await model.api.trajectories(policy=model.policy, status=TrajectoryStatus.open) == []
+
+
+def test_no_time_left_is_told_before_a_tenth_is_done() -> None:
+    """Rollouts run side by side: the first one's duration, times all, is no estimate."""
+    counts = Plain(io.StringIO())
+    counts.begin("rollouts", 40)
+    counts.started -= 10
+    counts.advance(1.0)
+    assert counts.remaining() == ""
+    for _ in range(9):
+        counts.advance(1.0)
+    assert counts.remaining() == "0:30 left"
