@@ -8,6 +8,7 @@ are any. The reward adds shaped credit for the steps on the way, so that a tiny 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
@@ -21,8 +22,10 @@ from .facts import live_text, told
 from .masks import entries_of, masked
 from .reply import ToolReply
 from .scenarios import ReferenceCall, ScenarioNotes, notes_of
-from .values import canonical, leaves_of, parsed, plain
+from .values import canonical, leaves_of, plain, tables_of
 
+LONG_ENOUGH = 12
+"""Characters; an equal result of at least so many is not equal by chance."""
 Weight = Annotated[FiniteFloat, Field(ge=0)]
 
 
@@ -164,28 +167,46 @@ def _got(notes: ScenarioNotes, index: int, events: Sequence[ToolReply]) -> bool:
 
 
 def _source(notes: ScenarioNotes, index: int, events: Sequence[ToolReply]) -> ToolReply | None:
+    """The last call that got what a reference call gets: the same result for the same question, or, by another tool that was
+    given the same values, a result with all the facts."""
     call = notes.calls[index]
     wanted = canonical(masked(call.result, call.volatile))
-    values = sorted(canonical(value) for _, value in leaves_of(plain(call.arguments)))
     for event in reversed(events):
         if not event.ok:
             continue
-        if canonical(masked(event.text, call.volatile)) == wanted and (
-            _name(event) != call.tool or not call.arguments or _near(call, event)
-        ):
+        same = canonical(masked(event.text, call.volatile)) == wanted
+        if same and _same_question(call, event):
             return event
-        same_values = sorted(canonical(value) for _, value in leaves_of(plain(event.arguments))) == values
-        if same_values and _name(event) != call.tool and notes.facts and all(told(fact, event.text) for fact in notes.facts):
-            return event
+        if _name(event) != call.tool and _values(event.arguments) == _values(call.arguments) and notes.facts:
+            if all(told(fact, event.text) for fact in notes.facts):
+                return event
     return None
 
 
-def _near(call: ReferenceCall, event: ToolReply) -> bool:
-    """A result whose value says little (a count, an empty list) must have been asked for with the same arguments; one that
-    moves, too. Other equal results speak for themselves."""
-    if share_of(call.arguments, event.arguments) == 1.0:
+def _values(arguments: JsonValue) -> list[str]:
+    return sorted(canonical(value) for _, value in leaves_of(plain(arguments)))
+
+
+def _same_question(call: ReferenceCall, event: ToolReply) -> bool:
+    """Whether an equal result answers the same question, and is not equal by chance (a count, two tables with equal columns)."""
+    if not isinstance(event.arguments, dict):
+        return False
+    if _name(event) == call.tool:
+        wanted, given = dict(leaves_of(plain(call.arguments))), dict(leaves_of(plain(event.arguments)))
+        return wanted.keys() == given.keys() and all(_means_the_same(value, given[path]) for path, value in wanted.items())
+    if not call.arguments:
+        return len(call.result) >= LONG_ENOUGH
+    return set(_values(call.arguments)) <= set(_values(event.arguments))
+
+
+def _means_the_same(one: JsonValue, two: JsonValue) -> bool:
+    """Equal; or expressions of the same parts in another order; or queries of the same tables."""
+    if canonical(one) == canonical(two):
         return True
-    return not call.volatile and len(call.result) >= 12 and not isinstance(parsed(call.result), int | float)
+    if not isinstance(one, str) or not isinstance(two, str):
+        return False
+    tables = tables_of(one)
+    return bool(tables) and tables == tables_of(two) or sorted(re.findall(r"\w+", one)) == sorted(re.findall(r"\w+", two)) != []
 
 
 def _told(notes: ScenarioNotes, events: Sequence[ToolReply], answer: str) -> float:

@@ -20,11 +20,12 @@ from pydantic import JsonValue
 from ...core.records import JsonObject
 from .explore import INVENTED, Exploration, secret_or_slow
 from .kinds import Leaf, Shape
-from .phrases import JOINS, Wording, fill, join, names_tool, slot_of, wordings
+from .listings import fields_of, listings_of
+from .phrases import GENERAL, JOINS, Wording, fill, join, names_tool, slot_of, wordings
 from .spec import WORKDIR
 from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
 from .stock import MAKERS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
-from .values import canonical, put
+from .values import at, canonical, put
 from .world import Side, Sides, World
 
 T = TypeVar("T")
@@ -45,7 +46,8 @@ class PlannedCall:
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """`form`: `explicit` if every value stands in the request as it is, `inferred` if one must be known (the zone of a city)."""
+    """`form`: `explicit` if every value stands in the request as it is, `inferred` if one must be known (the zone of a city), `looked up`
+    if one is in an earlier result."""
 
     text: str
     calls: tuple[PlannedCall, ...]
@@ -53,6 +55,8 @@ class Candidate:
     frame: str
     wording: int
     form: str = "explicit"
+    asked: str = ""
+    """The name of the value that the request asks for, if it names one."""
 
     @property
     def reads(self) -> bool:
@@ -81,7 +85,13 @@ class Composer:
         for shape in exploration.shapes:
             for leaf in shape.leaves:
                 self.sides.deal(leaf.options)
-        usable = [s for s in exploration.shapes if not _NOT_FOR_TASKS.search(s.tool.description) and not secret_or_slow(s.tool)]
+        usable = [
+            s
+            for s in exploration.shapes
+            if not _NOT_FOR_TASKS.search(s.tool.description) and not secret_or_slow(s.tool) and not _MEDIA & set(s.object.split())
+        ]
+        self._fields = {shape.function: fields_of(exploration, shape) for shape in exploration.shapes}
+        self._listings = listings_of(exploration)
         self.readers = [shape for shape in usable if shape.reads]
         self.changers = [shape for shape in usable if shape.function in exploration.changing]
 
@@ -97,6 +107,8 @@ class Composer:
         return min(made, key=lambda c: (uses[c.functions], self._chance.random()), default=None)
 
     def _attempt(self, side: Side, length: int) -> Candidate | None:
+        if length == 2 and self._listings and self._chance.random() < 0.3:
+            return self._looked_up(side)
         world = self._world(side)
         calls: list[PlannedCall] = []
         for index in range(length):
@@ -139,8 +151,6 @@ class Composer:
         given: list[tuple[Leaf, JsonValue]] = []
         statement: Statement | None = None
         after: list[Callable[[], None]] = []
-        if _MEDIA & set(shape.object.split()):
-            return None
         triple = _triple(shape, world, self._chance)
         for leaf in (*sorted(shape.required, key=_order), *self._optional(shape)):
             if leaf.kind.startswith("sql"):
@@ -365,30 +375,56 @@ class Composer:
         if len(calls) == 1 and self._chance.random() < self._inferred:
             shown = _cities(calls[0])
         if len(calls) == 1:
-            options = _of_side(_wordings(calls[0], shown, joined=False), side)
-            if not options:
+            wording = self._wording(calls[0], shown, side, joined=False)
+            return wording and _candidate(wording.text, calls, wording, "inferred" if shown else "explicit")
+        return self._joined(calls, side, [{} for _ in calls], "explicit")
+
+    def _joined(self, calls: Sequence[PlannedCall], side: Side, shown: Sequence[dict[str, str]], form: str) -> Candidate | None:
+        chosen: list[Wording] = []
+        for call, said in zip(calls, shown, strict=True):
+            wording = self._wording(call, said, side, joined=True)
+            if wording is None:
                 return None
-            wording = self._chance.choice(options)
-            return _candidate(wording.text, calls, wording.frame, wording.number, "inferred" if shown else "explicit")
-        clauses: list[str] = []
-        names: list[str] = []
-        for call in calls:
-            options = _of_side(_wordings(call, {}, joined=True), side)
-            if not options:
-                return None
-            wording = self._chance.choice(options)
-            clauses.append(wording.text)
-            names.append(f"{wording.frame} {wording.number}")
-        numbers = range(len(JOINS[len(calls) - 2]))
-        chosen = self._chance.choice([n for n in numbers if side_of_wording(n) == side])
-        return _candidate(join(clauses, chosen), calls, " + ".join(names), chosen)
+            chosen.append(wording)
+        number = self._chance.choice([n for n in range(len(JOINS[len(calls) - 2])) if side_of_wording(n) == side])
+        frame = " + ".join(f"{wording.frame} {wording.number}" for wording in chosen)
+        text = join([wording.text for wording in chosen], number)
+        return _candidate(text, calls, Wording(frame, number, text, chosen[-1].asks_for), form)
+
+    def _wording(self, call: PlannedCall, shown: dict[str, str], side: Side, *, joined: bool) -> Wording | None:
+        options = _of_side(_wordings(call, shown, joined=joined), side)
+        fields = self._fields[call.shape.function]
+        if options and fields and options[0].frame.endswith(GENERAL):
+            asked = self._chance.choice(fields)
+            options = _of_side(wordings(call.shape, call.given, shown, joined=joined, asked=asked), side) or options
+        return self._chance.choice(options) if options else None
+
+    def _looked_up(self, side: Side) -> Candidate | None:
+        """List things, then look up the first or the last of them: its name stands in no request, only in the list."""
+        listing = self._chance.choice(self._listings)
+        usable = listing.lister in self.readers and listing.reader in self.readers and not _MANY & set(listing.reader.object.split())
+        if not usable or not self.sides.admits(listing.item, side):
+            return None
+        arguments: JsonObject = {}
+        put(arguments, listing.leaf.path, listing.item)
+        listed = tuple(
+            (leaf, at(listing.arguments, leaf.path)) for leaf in listing.lister.leaves if at(listing.arguments, leaf.path) is not None
+        )
+        calls = (
+            PlannedCall(listing.lister, listing.arguments, listed),
+            PlannedCall(listing.reader, arguments, ((listing.leaf, listing.item),)),
+        )
+        slot = slot_of(listing.leaf, [listing.leaf])
+        found = self._joined(calls, side, [{}, {slot: f"the {listing.at} one"}], "looked up")
+        nested = re.compile(rf"\b(?:file|table|folder|the) the {listing.at} one|\"the {listing.at} one\"")
+        return found if found is not None and not nested.search(found.text) else None
 
 
-def _candidate(text: str, calls: Sequence[PlannedCall], frame: str, wording: int, form: str = "explicit") -> Candidate | None:
+def _candidate(text: str, calls: Sequence[PlannedCall], wording: Wording, form: str) -> Candidate | None:
     kind = "single" if len(calls) == 1 else f"chain{len(calls)}"
     if len(text) > LONGEST_REQUEST or any(names_tool(text, call.shape) for call in calls):
         return None
-    return Candidate(text, tuple(calls), kind, frame, wording, form)
+    return Candidate(text, tuple(calls), kind, wording.frame, wording.number, form, wording.asks_for)
 
 
 def side_of_wording(number: int) -> Side:

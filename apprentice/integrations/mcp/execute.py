@@ -64,7 +64,13 @@ async def execute(
 
     shared = await _together(pool, reading, fresh) if reading else []
     again = [item.candidate for item in shared if item.why == "state"]
-    found = [*(item for item in shared if item.why != "state"), *(await asyncio.gather(*map(alone, [*changing, *again])))]
+    done = await asyncio.gather(*map(alone, [*changing, *again]), return_exceptions=True)
+    singles: list[Executed] = []
+    for item in done:
+        if isinstance(item, BaseException):
+            raise item
+        singles.append(item)
+    found = [*(item for item in shared if item.why != "state"), *singles]
     order = {id(candidate): index for index, candidate in enumerate(candidates)}
     return sorted(found, key=lambda item: order[id(item.candidate)])
 

@@ -73,7 +73,8 @@ class Exploration:
     def known(self, shape: Shape, leaf: Leaf) -> list[JsonValue]:
         """Values that were seen for a leaf: stated for this very place, of its label, of its kind."""
         place = f"{shape.function}.{'.'.join(leaf.path)}"
-        return [*self.values.get(place, []), *self.values.get(leaf.label, []), *self.values.get(leaf.kind, [])]
+        label = "" if leaf.label in MAKERS else leaf.label  # a folder's parameter may be called `path`
+        return [*dict.fromkeys([*self.values.get(place, []), *self.values.get(label, []), *self.values.get(leaf.kind, [])])]
 
 
 async def explore(pool: SessionPool, options: ExploreOptions | None = None, *, progress: bool | Progress = False) -> Exploration:
@@ -258,11 +259,11 @@ def _from_result(found: Exploration, shape: Shape, reply: ToolReply) -> None:
         words = words_of(key)
         label = " ".join(words)
         if words and words[-1] in ("name", "id", "title", "path", "slug", "key", "uri", "code"):
-            found.add(label if len(words) > 1 else f"{thing} {label}", leaf)
+            found.add(label if len(words) > 1 or not listing else f"{thing} {label}", leaf)
             kind = next((kind for kind in ("table", "path", "folder") if kind in thing.split() or kind == words[-1]), None)
-            if kind:
+            if kind and listing:
                 found.add(kind, leaf)
-            elif words[-1] in ("name", "title"):
+            elif words[-1] in ("name", "title") and not kind:
                 found.add("name", leaf)
         elif not key and listing:
             found.add(thing, leaf)

@@ -19,7 +19,7 @@ LONGEST_FACT = 80
 _WANTED = {"target", "to", "result", "output", "value", "answer", "converted", "total", "sum", "count", "size", "temperature", "price"}
 _GIVEN = {"source", "from", "input", "request", "original"}
 _TITLES = {"name", "title", "path"}
-_DULL = {"id", "cid", "type", "pk", "notnull", "kind", "status", "permissions", "rowid", "isfile", "isdirectory", "version", "mime"}
+DULL = {"id", "cid", "type", "pk", "notnull", "kind", "status", "permissions", "rowid", "isfile", "isdirectory", "version", "mime"}
 _MARKED = re.compile(r"^\[(?:FILE|DIR)\] (.+?)(?:\s{2,}.*)?$")
 
 
@@ -38,18 +38,29 @@ class Fact:
 
 
 def facts_of(
-    shape: Shape, index: int, arguments: JsonObject, result: str, earlier: Sequence[JsonObject], volatile: Sequence[str]
+    shape: Shape,
+    index: int,
+    arguments: JsonObject,
+    result: str,
+    earlier: Sequence[JsonObject],
+    volatile: Sequence[str],
+    asked: str = "",
 ) -> list[Fact]:
     """The facts in the result of one call. Values that were given to it are none; [] if nothing short enough stands out, or if
-    what was asked for stands in the request already."""
+    what was asked for stands in the request already. `asked`: the name of the value that the request asks for, if it names one."""
     value = parsed(result)
     own = {str(leaf).strip().lower() for _, leaf in leaves_of(arguments)}
     before = {str(leaf).strip().lower() for call in earlier for _, leaf in leaves_of(call)}
+    if isinstance(value, str) and asked:
+        return []
     if isinstance(value, str):
         return [Fact(index, ("[line]", line), "", text) for line, text in _in_text(value, own)] if not volatile else []
     groups: dict[Path, list[Fact]] = {}
     for path, leaf in leaves_of(value):
         fact = _fact(shape, index, path, leaf, volatile)
+        names = [part for part in path if not part.startswith("[")]
+        if asked and words_of(asked) != (words_of(names[-1]) if names else []):
+            continue
         if fact is not None:
             general = tuple("[]" if part.startswith("[") else part for part in path)
             groups.setdefault(general, []).append(fact)
@@ -104,7 +115,7 @@ def _score(shape: Shape, path: Path) -> float:
     words = {word for name in names for word in words_of(name)}
     last = names[-1].lower() if names else ""
     about = set(shape.object.split()) | {word for leaf in shape.leaves for word in leaf.label.split()}
-    score = 2.0 + 3 * bool(words & _WANTED) - 3 * bool(words & _GIVEN) - 3 * (last in _DULL or last == "timezone")
+    score = 2.0 + 3 * bool(words & _WANTED) - 3 * bool(words & _GIVEN) - 3 * (last in DULL or last == "timezone")
     score += 1.5 * bool(set(words_of(last)) & _TITLES) + 2 * any(word in last and word != last for word in about if len(word) > 3)
     return score + 0.5 * (last in ("observations", "content", "text")) + 2 * (last == "observations" or path[-1:] == ("[]",))
 

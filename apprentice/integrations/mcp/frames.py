@@ -21,6 +21,8 @@ class Frame:
     does: tuple[str, ...] = ()
     verbs: tuple[Verb, ...] = ()
     about: str = ""
+    asks_for: str = ""
+    """The name of the value in the result that its questions ask for, where there may be others."""
 
 
 FRAMES: tuple[Frame, ...] = (
@@ -156,16 +158,17 @@ FRAMES: tuple[Frame, ...] = (
         "file facts",
         ("path",),
         (
-            "What can you tell me about {path}?",
+            "What is the size of {path}?",
             "How big is {path}?",
             "I need the size of {path}.",
             "Which size does {path} have?",
             "Tell me how large {path} is.",
-            "Is {path} a file or a folder, and how big is it?",
+            "Can you check how big {path} is?",
         ),
         ("tell me how big {path} is", "check the size of {path}", "look up how large {path} is"),
         verbs=("get",),
         about=r"\b(?:info|information|stats?|metadata|details|size)\b",
+        asks_for="size",
     ),
     Frame(
         "look into a folder with sizes",

@@ -23,8 +23,12 @@ class Wording:
     frame: str
     number: int
     text: str
+    asks_for: str = ""
+    """The name of the value in the result that is asked for, if the text names one."""
 
 
+GENERAL = ", in general"
+"""Behind the name of a frame that was worked out from the names of parameters alone."""
 _READ = (
     "What {is} the {object}{rest}?",
     "Show me the {object}{rest}.",
@@ -123,16 +127,22 @@ def quoted(kind: str, value: object) -> str:
 
 
 def wordings(
-    shape: Shape, given: Sequence[tuple[Leaf, object]], shown: Mapping[str, str] | None = None, *, joined: bool = False
+    shape: Shape,
+    given: Sequence[tuple[Leaf, object]],
+    shown: Mapping[str, str] | None = None,
+    *,
+    joined: bool = False,
+    asked: str = "",
 ) -> list[Wording]:
     """All wordings for a call with these arguments. `shown`: what is said instead of a value (a city for its zone).
 
-    `joined`: clauses for `join`. Wordings that would name the tool are left out, but keep their numbers free.
+    `joined`: clauses for `join`. `asked`: a field of the result to ask for, where no frame knows the call. Wordings that would
+    name the tool are left out, but keep their numbers free.
     """
     leaves = [leaf for leaf, _ in given]
     slots = {slot_of(leaf, leaves): (leaf, value) for leaf, value in given}
     texts = {slot: (shown or {}).get(slot) or _said(value) for slot, (_, value) in slots.items()}
-    noun = shape.object or "result"
+    noun = " ".join(words_of(asked)) or shape.object or "result"
     words = noun.split()
     one = " ".join([*words[:-1], singular(words[-1])])
     filled = {
@@ -144,14 +154,14 @@ def wordings(
     }
     frame = _frame(shape, slots.keys()) if len(slots) == len(given) else None
     if frame is not None:
-        templates, name = (frame.does if joined else frame.asks), frame.name
+        templates, name, asked = (frame.does if joined else frame.asks), frame.name, frame.asks_for
     else:
         filled["rest"] = "".join(_clause(shape, leaf, value, index, len(given)) for index, (leaf, value) in enumerate(given))
         reading = shape.reads or shape.verb == "other"
         changes = _CHANGES.get(shape.verb, _CHANGES["send"])
         asks = _READ if reading else _asked(changes)
-        templates, name = (_READ_DO if reading else changes) if joined else asks, f"{shape.function}, in general"
-    found = [Wording(name, number, fill(template, filled)) for number, template in enumerate(templates)]
+        templates, name = (_READ_DO if reading else changes) if joined else asks, f"{shape.function}{GENERAL}"
+    found = [Wording(name, number, fill(template, filled), asked) for number, template in enumerate(templates)]
     return [wording for wording in found if not names_tool(wording.text, shape)]
 
 

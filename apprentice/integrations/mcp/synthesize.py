@@ -212,7 +212,7 @@ def scenario_of(executed: Executed) -> Scenario:
     shape = candidate.calls[last].shape
     earlier = [call.arguments for call in candidate.calls[:last]]
     facts = (
-        facts_of(shape, last, candidate.calls[last].arguments, run.replies[last].text, earlier, executed.volatile[last])
+        facts_of(shape, last, candidate.calls[last].arguments, run.replies[last].text, earlier, executed.volatile[last], candidate.asked)
         if shape.reads
         else []
     )
@@ -224,7 +224,7 @@ def scenario_of(executed: Executed) -> Scenario:
         "facts": [fact.text for fact in facts if not fact.live],
         "live_facts": [fact.dump() for fact in facts if fact.live],
         "state": executed.state,
-        "difficulty": DIFFICULTY[candidate.kind] + (0.3 if candidate.form == "inferred" else 0.0),
+        "difficulty": DIFFICULTY[candidate.kind] + (0.3 if candidate.form != "explicit" else 0.0),
         "form": candidate.form,
         "frame": candidate.frame,
         "wording": candidate.wording,

@@ -128,6 +128,15 @@ def plain_sql(text: str) -> str:
     return " ".join(parts)
 
 
+def tables_of(text: str) -> set[str]:
+    """The tables that a SQL statement is about; none for other texts."""
+    if not _SQL.match(text):
+        return set()
+    return {
+        name.lower().strip("\"`[]'") for name in re.findall(r"\b(?:from|into|join|table|update)\s+([\w\"`\[\]']+)", text, re.IGNORECASE)
+    }
+
+
 def canonical(value: JsonValue) -> str:
     """A key for comparing values."""
     return json.dumps(plain(value), sort_keys=True, ensure_ascii=False)

@@ -173,6 +173,26 @@ async def test_a_count_that_is_right_by_chance_is_not_right() -> None:
     assert (await judged(scenario, [reply("count", {"table": "ships"}, "3")], "3")).success
 
 
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        ({"query": "select COUNT( * )\nfrom ships;"}, True),
+        ({"query": "SELECT COUNT(name) AS n FROM ships"}, True),
+        ({"query": "SELECT COUNT(*) FROM cars"}, False),
+    ],
+)
+async def test_a_query_may_be_put_in_other_words_but_not_to_another_table(arguments: dict[str, str], right: bool) -> None:
+    call: JsonObject = {"tool": "query", "arguments": {"query": "SELECT COUNT(*) FROM ships"}, "result": "[{'COUNT(*)': 8}]"}
+    scenario = Scenario(id="q", input="How many ships?", metadata={"calls": [call], "facts": ["8"]})
+    assert (await judged(scenario, [reply("query", arguments, "[{'COUNT(*)': 8}]")], "8")).success is right
+
+
+async def test_another_table_with_the_same_columns_is_another_table() -> None:
+    call: JsonObject = {"tool": "describe", "arguments": {"table": "ships"}, "result": "[{'name': 'title'}, {'name': 'price'}]"}
+    scenario = Scenario(id="d", input="Which columns?", metadata={"calls": [call], "facts": ["title", "price"]})
+    assert not (await judged(scenario, [reply("describe", {"table": "cars"}, str(call["result"]))], "title, price")).success
+
+
 async def test_metadata_that_are_no_reference_are_one_sentence() -> None:
     with pytest.raises(ConfigError, match=r"scenario t: metadata\.calls is wrong"):
         await judged(Scenario(id="t", input="x"), [])
