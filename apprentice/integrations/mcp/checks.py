@@ -177,9 +177,9 @@ def _source(notes: ScenarioNotes, index: int, events: Sequence[ToolReply]) -> To
         same = canonical(masked(event.text, call.volatile)) == wanted
         if same and _same_question(call, event):
             return event
-        if _name(event) != call.tool and _values(event.arguments) == _values(call.arguments) and notes.facts:
-            if all(told(fact, event.text) for fact in notes.facts):
-                return event
+        other_way = _name(event) != call.tool and _values(event.arguments) == _values(call.arguments)
+        if other_way and notes.facts and all(told(fact, event.text) for fact in notes.facts):
+            return event
     return None
 
 
@@ -206,7 +206,7 @@ def _means_the_same(one: JsonValue, two: JsonValue) -> bool:
     if not isinstance(one, str) or not isinstance(two, str):
         return False
     tables = tables_of(one)
-    return bool(tables) and tables == tables_of(two) or sorted(re.findall(r"\w+", one)) == sorted(re.findall(r"\w+", two)) != []
+    return (bool(tables) and tables == tables_of(two)) or sorted(re.findall(r"\w+", one)) == sorted(re.findall(r"\w+", two)) != []
 
 
 def _told(notes: ScenarioNotes, events: Sequence[ToolReply], answer: str) -> float:
