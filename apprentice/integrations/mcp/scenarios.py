@@ -134,6 +134,12 @@ def wording_of(scenario: Scenario) -> str | None:
     return f"wording {frame}#{number}" if frame not in (None, "free") else None
 
 
+def meant_for_test(scenario: Scenario) -> bool:
+    """Whether it was made for the held-out part: every third wording is (see frames.py)."""
+    number = scenario.metadata.get("wording")
+    return isinstance(number, int) and number % 3 == 2
+
+
 def split(scenarios: Sequence[Scenario], held_out: int, seed: int = 0) -> tuple[list[Scenario], list[Scenario]]:
     """(train, test): the parts share no argument value and no wording. Scenarios that would tie them together are dropped.
 
@@ -185,11 +191,13 @@ def _parts(
     chance.shuffle(clusters)
     clusters.sort(key=len)
     wanted = min(held_out, max(1, len(scenarios) // 2))
-    fitting = [cluster for cluster in clusters if len(cluster) <= 1.5 * wanted]
-    chosen: list[int] = []
-    for cluster in sorted(fitting, key=len, reverse=True):
-        if len(chosen) < wanted:
-            chosen += cluster
+    meant = [index for cluster in clusters if all(meant_for_test(scenarios[i]) for i in cluster) for index in cluster]
+    chosen = meant if len(meant) >= wanted * 2 // 3 else []
+    if not chosen:
+        fitting = [cluster for cluster in clusters if len(cluster) <= 1.5 * wanted]
+        for cluster in sorted(fitting, key=len, reverse=True):
+            if len(chosen) < wanted:
+                chosen = [*chosen, *cluster]
     if len(chosen) < wanted // 2 + 1:
         chosen = _cut(keys, wanted, chance)
     taken = set[str]().union(*(keys[index] for index in chosen)) if chosen else set[str]()

@@ -18,7 +18,15 @@ from apprentice.integrations.mcp.environment import McpEnvironment, SessionPool
 from apprentice.integrations.mcp.explore import ExploreOptions, explore, harmless, is_private
 from apprentice.integrations.mcp.kinds import shape_of
 from apprentice.integrations.mcp.reply import ToolReply
-from apprentice.integrations.mcp.scenarios import argument_values, notes_of, read_scenarios, split, wording_of, write_scenarios
+from apprentice.integrations.mcp.scenarios import (
+    argument_values,
+    meant_for_test,
+    notes_of,
+    read_scenarios,
+    split,
+    wording_of,
+    write_scenarios,
+)
 from apprentice.integrations.mcp.spec import McpServer
 from apprentice.integrations.mcp.synthesize import alike, proposals, synthesize
 
@@ -55,6 +63,7 @@ async def test_scenarios_run_afresh_pass_their_check_and_share_nothing_between_t
         assert argument_values(scenario) & trained == set(scenario.metadata.get("shared_values", []))  # pyright: ignore
         assert "shared_values" not in scenario.metadata
     assert not {wording_of(s) for s in train} & {wording_of(s) for s in test}
+    assert all(meant_for_test(s) for s in test)
     async with SessionPool([server(name)]) as pool:
         for scenario in [*train[:3], *test[:3]]:
             async with pool.environment() as env:
