@@ -49,6 +49,8 @@ SUCCESS = "success"
 """The rollout metric: 1 if the check was passed whole, else 0."""
 Generator = Callable[[list[JsonObject]], Awaitable[str]]
 Count = Annotated[int, Field(ge=1)]
+FREE = ("steps", "target", "eval_every")
+"""Settings that a resumed run may change: how long it goes on."""
 PROGRAMS = frozenset({".py", ".js", ".mjs", ".cjs", ".ts", ".jar", ".sh", ".exe", ".wasm"})
 """Endings of files that are run, not worked on."""
 
@@ -100,7 +102,7 @@ async def master(
     further tasks. `real_data`: see `make_scenarios`. Raises ConfigError, ToolServerError, and what training raises.
     """
     display = progress_of(progress)
-    _keep_settings(out, settings, servers)
+    settings = _keep_settings(out, settings, servers)
     async with SessionPool(servers) as pool:
         train, test = await _scenarios(out, pool, settings, generator, real_data, display)
         async with pool.environment() as env:
@@ -259,14 +261,16 @@ def _difficulties(scenarios: Sequence[Scenario]) -> dict[str, float]:
     return rates
 
 
-def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpServer]) -> None:
-    """Write config.json, or compare with the one that is there."""
+def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpServer]) -> MasterySettings:
+    """Write config.json, or compare with the one that is there. What the run has to do: a resumed one with the memory it had,
+    because a train job that was submitted is found again by being equal.
+    """
     out.mkdir(parents=True, exist_ok=True)
     path = out / "config.json"
     body: JsonObject = {"servers": [server.public() for server in servers], "settings": settings.model_dump(mode="json")}
     if not path.exists():
         path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        return
+        return settings
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
         saved = MasterySettings.model_validate(before["settings"])
@@ -282,12 +286,14 @@ def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpSe
         raise ConfigError(
             f"{out} holds a run with other settings ({', '.join(changed)}); give the same ones to resume it, or choose another folder"
         )
-    path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    kept = saved.model_copy(update={name: getattr(settings, name) for name in FREE})
+    path.write_text(json.dumps({**body, "settings": kept.model_dump(mode="json")}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    return kept
 
 
 def _comparable(settings: MasterySettings) -> JsonObject:
     """What makes it the same run: all but how long it goes on, and how much memory it may take."""
-    free: Any = {"steps": True, "target": True, "eval_every": True}
+    free: Any = dict.fromkeys(FREE, True)
     return settings.model_dump(mode="json", exclude={**free, "warmup": {"activation_memory_gib"}, "train": {"activation_memory_gib"}})
 
 

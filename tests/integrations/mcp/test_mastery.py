@@ -12,12 +12,13 @@ from support import mcp_servers
 from support.client_server import ClientServer, client_server
 from support.tiny_models import tiny_tokenizer
 
+from apprentice import TrainConfig
 from apprentice.core.engines.protocol import PolicyVersion
 from apprentice.core.errors import ConfigError
 from apprentice.core.records import SamplingParams, Scenario
 from apprentice.core.wire import GrpoJob, SftJob
 from apprentice.integrations.mcp.environment import SessionPool
-from apprentice.integrations.mcp.mastery import MasterySettings, data_paths, make_scenarios, master
+from apprentice.integrations.mcp.mastery import MasterySettings, _keep_settings, data_paths, make_scenarios, master
 from apprentice.integrations.mcp.mastery_report import MasteryReport
 from apprentice.integrations.mcp.scenarios import argument_values, read_scenarios
 from apprentice.integrations.mcp.spec import McpServer, parse_server
@@ -96,6 +97,8 @@ async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(serv
     assert "Success by tool" in page
     assert "do not overlap" in page
     jobs = len(server.jobs.requests)
+    roomier = SMALL.model_copy(update={"train": TrainConfig(learning_rate=4e-4, activation_memory_gib=5.0)})
+    assert _keep_settings(out, roomier, [calculator()]) == SMALL  # else a job submitted before a kill would not be found again
     assert (await master([calculator()], SMALL, out, url=server.url, progress=False)).after == report.after
     assert len(server.jobs.requests) == jobs
     longer = SMALL.model_copy(update={"steps": SMALL.steps + 1})
