@@ -24,7 +24,7 @@ from .listings import fields_of, listings_of
 from .phrases import GENERAL, JOINS, Wording, fill, join, names_tool, slot_of, wordings
 from .spec import WORKDIR
 from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
-from .stock import MAKERS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
+from .stock import MAKERS, SMALL_STOCKS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
 from .values import at, canonical, put
 from .world import Side, Sides, World
 
@@ -81,7 +81,8 @@ class Composer:
         self.sides = Sides(seed, share)
         for kind in ("table", "path", "folder", "name", "id"):
             self.sides.deal([value for value in exploration.values.get(kind, []) if value not in (".", WORKDIR)])
-        self.sides.deal([table.name for table in TABLES])
+        for stock in ([table.name for table in TABLES], *SMALL_STOCKS):
+            self.sides.deal([*stock])
         for shape in exploration.shapes:
             for leaf in shape.leaves:
                 self.sides.deal(leaf.options)

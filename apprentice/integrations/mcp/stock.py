@@ -306,6 +306,8 @@ def city_of(zone: str) -> str | None:
     return city.replace("_", " ") if region and city in BIG_CITIES else None
 
 
+SMALL_STOCKS = (RELATIONS, CATEGORIES, LANGUAGES, COUNTRIES, CURRENCIES, COLORS)
+"""So small that both parts must be given some of them."""
 Maker = Callable[[random.Random], str]
 MAKERS: dict[str, Maker] = {
     "timezone": lambda r: r.choice(time_zones()),
