@@ -239,7 +239,10 @@ MANIFEST: tuple[Promise, ...] = (
         "mcp-repairs",
         "servers with faults that can be put right work, and every repair is told",
         "docs/mcp.md",
-        (f"{MCP}/test_recorded_transport.py", f"{MCP}/test_session.py::test_servers_with_faults_that_can_be_put_right_work_and_the_repair_is_told"),
+        (
+            f"{MCP}/test_recorded_transport.py",
+            f"{MCP}/test_session.py::test_servers_with_faults_that_can_be_put_right_work_and_the_repair_is_told",
+        ),
     ),
     Promise(
         "mcp-one-sentence",
