@@ -67,7 +67,7 @@ class TrainingLoop:
     held out, evaluated before, after the warm-up, every `eval_every` steps and at the end. `warmup`: demonstrations
     for a supervised start. `run_dir`: state, metrics.jsonl, report.html and report.json; the same folder resumes.
     `curriculum`: name of a rollout metric between 0 and 1, such as "success"; scenarios are then drawn with probabilities
-    by p(1-p), p being its mean over their latest group (`solve_rates`: first values by scenario id).
+    by p(1-p), p being its mean over their latest group.
     `seed` decides the order of scenarios; changing `groups_per_step` between resumes neither skips nor repeats any.
     """
 
@@ -91,7 +91,6 @@ class TrainingLoop:
         warmup: Sequence[Demonstration | Mapping[str, Any]] = (),
         warmup_config: SftConfig | None = None,
         curriculum: str | None = None,
-        solve_rates: Mapping[str, float] | None = None,
         seed: int = 0,
         concurrency: int = 32,
         deadline: float | None = 600.0,
@@ -113,7 +112,7 @@ class TrainingLoop:
         self.early_stop = early_stop or EarlyStop()
         self.config = config or TrainConfig()
         self.warmup, self.warmup_config = tuple(warmup), warmup_config
-        self.curriculum, self.solve_rates = curriculum, dict(solve_rates or {})
+        self.curriculum = curriculum
         self.seed = seed
         self.settings = GatherSettings(concurrency, deadline, max_failures, retries)
         self._wanted_progress = progress
@@ -302,8 +301,7 @@ class TrainingLoop:
     def _next_scenarios(self, state: RunState) -> list[int]:
         if self.curriculum is None:
             return drawn(len(self.scenarios), state.examples, self.groups_per_step, self.seed)
-        known = {**self.solve_rates, **state.solve_rates}
-        weights = [curriculum_weight(known.get(scenario.id)) for scenario in self.scenarios]
+        weights = [curriculum_weight(state.solve_rates.get(scenario.id)) for scenario in self.scenarios]
         return drawn_by_weight(weights, state.examples, self.groups_per_step, self.seed)
 
     def _plans(self, state: RunState, scenarios: Sequence[Scenario], where: str, size: int, metadata: JsonObject) -> list[GroupPlan]:

@@ -65,12 +65,13 @@ class Report(Record):
 def write_report(folder: Path, report: Report) -> Path:
     """`report.json` and `report.html` in the folder, each whole or not at all; the HTML file's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    _write(folder / "report.json", report.model_dump_json(indent=2))
-    _write(folder / "report.html", render_html(report))
+    write_whole(folder / "report.json", report.model_dump_json(indent=2))
+    write_whole(folder / "report.html", render_html(report))
     return folder / "report.html"
 
 
-def _write(path: Path, text: str) -> None:
+def write_whole(path: Path, text: str) -> None:
+    """Whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8", errors="replace")
     temporary.replace(path)

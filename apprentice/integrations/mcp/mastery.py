@@ -20,7 +20,7 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,6 +40,7 @@ from .agent import SYSTEM, McpAgent, system_messages
 from .checks import CheckWeights, demonstration, grade
 from .environment import SessionPool
 from .explore import explore
+from .generator import Generator
 from .mastery_report import MasteryReport, write_mastery_report
 from .scenarios import read_scenarios, split, write_scenarios
 from .spec import McpServer
@@ -47,7 +48,6 @@ from .synthesize import synthesize
 
 SUCCESS = "success"
 """The rollout metric: 1 if the check was passed whole, else 0."""
-Generator = Callable[[list[JsonObject]], Awaitable[str]]
 Count = Annotated[int, Field(ge=1)]
 FREE = ("steps", "target", "eval_every")
 """Settings that a resumed run may change: how long it goes on."""
@@ -148,7 +148,6 @@ async def master(
                 budget=Budget(steps=settings.steps),
                 early_stop=EarlyStop(target=settings.target),
                 curriculum=SUCCESS,
-                solve_rates=_difficulties(train),
                 run_dir=out / "run",
                 seed=settings.seed,
                 concurrency=settings.concurrency,
@@ -249,16 +248,6 @@ def data_paths(server: McpServer) -> list[str]:
 def _shown(train: Sequence[Scenario], settings: MasterySettings) -> list[Scenario]:
     """The scenarios whose reference runs are demonstrated, drawn from all kinds."""
     return random.Random(settings.seed).sample(list(train), min(settings.demonstrations, len(train)))
-
-
-def _difficulties(scenarios: Sequence[Scenario]) -> dict[str, float]:
-    """Solve rates that a scenario file states."""
-    rates: dict[str, float] = {}
-    for scenario in scenarios:
-        value = scenario.metadata.get("solve_rate")
-        if isinstance(value, int | float):
-            rates[scenario.id] = float(value)
-    return rates
 
 
 def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpServer]) -> MasterySettings:

@@ -17,7 +17,7 @@ from ...core.client.values import sentence
 from ...core.errors import ApprenticeError
 from ...core.records import JsonObject, Record, Scenario
 from ...core.tracking.local import JsonlMetrics
-from ...core.tracking.report import Bar, Breakdown, Curve, Report, Sample, render_html
+from ...core.tracking.report import Bar, Breakdown, Curve, Report, Sample, render_html, write_whole
 from .spec import McpServer
 
 SAMPLES = 6
@@ -97,8 +97,8 @@ async def write_mastery_report(
         curves=_curves(out / "run" / "metrics.jsonl"),
         samples=tuple([await _sample(model, scenario, points) for scenario in _telling(test, points)]),
     )
-    _write(out / "report.json", report.model_dump_json(indent=2))
-    _write(out / "report.html", render_html(page))
+    write_whole(out / "report.json", report.model_dump_json(indent=2))
+    write_whole(out / "report.html", render_html(page))
     return report
 
 
@@ -201,9 +201,3 @@ async def _sample(model: TrainableModel, scenario: Scenario, points: dict[str, E
         except ApprenticeError as error:
             texts[NAMES[name]] = f"(the transcript could not be read: {sentence(error)})"
     return Sample(title=str(scenario.input)[:200], texts=texts, rewards=rewards)
-
-
-def _write(path: Path, text: str) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8", errors="replace")
-    temporary.replace(path)

@@ -12,7 +12,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from pydantic import Field, JsonValue, ValidationError
@@ -285,19 +285,6 @@ def _marked(scenario: Scenario, part: str, shared: set[str] | None = None) -> Sc
     if common:
         metadata["shared_values"] = [*common]
     return scenario.model_copy(update={"metadata": metadata})
-
-
-def weigh(scenarios: Sequence[Scenario], solve_rates: Mapping[str, float], *, floor: float = 0.05) -> list[float]:
-    """How often each is to be drawn: p(1-p) of its solve rate, never below `floor`, so that hopeless and trivial ones come rarely.
-
-    Scenarios without a solve rate count as p = 0.5. The weights add up to 1.
-    """
-    raw: list[float] = []
-    for scenario in scenarios:
-        rate = min(max(solve_rates.get(scenario.id, 0.5), 0.0), 1.0)
-        raw.append(max(4 * rate * (1 - rate), floor))
-    total = sum(raw)
-    return [weight / total for weight in raw]
 
 
 def scenario_id(server: str, text: str, calls: JsonValue) -> str:

@@ -7,7 +7,7 @@ import json
 import random
 import re
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from pydantic import JsonValue
@@ -20,11 +20,11 @@ from .environment import SessionPool
 from .execute import Executed, execute
 from .explore import Exploration
 from .facts import facts_of
+from .generator import Generator
 from .phrases import names_tool
 from .scenarios import scenario_id
 from .world import Side
 
-Generator = Callable[[list[JsonObject]], Awaitable[str]]
 ROUNDS = 12
 GIVE_UP = 3
 """A sequence of tools that failed so often and never worked is not tried again."""

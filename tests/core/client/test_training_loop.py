@@ -368,7 +368,7 @@ async def test_a_loop_with_a_curriculum_remembers_solve_rates_and_draws_by_them(
     scenarios = [Scenario(id=name, input=name) for name in ("easy", "hard", "open")]
     loop = TrainingLoop(
         model, rollout, scenarios, budget=Budget(steps=1), run_dir=tmp_path, group_size=2, groups_per_step=2,
-        curriculum="success", solve_rates={"open": 0.5, "easy": 1.0, "hard": 0.5}, progress=False,
+        curriculum="success", progress=False,
     )  # fmt: skip
     await loop.run()
     state = RunState.load(tmp_path)

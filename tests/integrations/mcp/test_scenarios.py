@@ -16,7 +16,6 @@ from apprentice.integrations.mcp.scenarios import (
     notes_of,
     read_scenarios,
     split,
-    weigh,
     wording_of,
     write_scenarios,
 )
@@ -123,11 +122,3 @@ def test_with_many_tools_one_in_eight_is_held_out_wholly() -> None:
     few = [scenario(i, f"tool{i % 5}", x=f"v{i}") for i in range(90)]
     train, test = split(few, 30)
     assert {call.tool for s in test for call in notes_of(s).calls} <= {call.tool for s in train for call in notes_of(s).calls}
-
-
-def test_hopeless_and_trivial_scenarios_are_drawn_rarely_but_drawn() -> None:
-    made = [scenario(i) for i in range(4)]
-    weights = weigh(made, {"s-0": 0.0, "s-1": 1.0, "s-2": 0.5})
-    assert sum(weights) == pytest.approx(1.0)
-    assert weights[0] == weights[1] == pytest.approx(0.05 / 2.1)
-    assert weights[2] == weights[3] == pytest.approx(1 / 2.1)
