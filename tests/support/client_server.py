@@ -26,7 +26,7 @@ from apprentice.core.wire import CheckpointInfo, GrpoJob, SftJob, TrainEvent, Tr
 
 QUICK = RetryPolicy(first_seconds=0.01, longest_seconds=0.02)
 
-Fault = Literal["refuse_503", "refuse_429", "lose_request", "lose_answer"]
+Fault = Literal["refuse_503", "refuse_429", "lose_request", "lose_answer", "hold"]
 
 
 class TrainingJobs(SmallJobs):
@@ -129,6 +129,10 @@ class Faults:
         await self.app(scope, receive, send)
 
     async def _harm(self, fault: Fault, scope: Scope, receive: Receive, send: Send) -> None:
+        if fault == "hold":  # neither handled nor answered while the client is there
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            return
         if fault in ("refuse_503", "refuse_429"):
             code = "server_unavailable" if fault == "refuse_503" else "queue_full"
             body = f'{{"error": {{"message": "too busy", "type": "server_error", "code": "{code}", "param": null}}}}'.encode()
