@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -102,7 +103,17 @@ def is_abandoned(path: Path) -> bool:
 
 
 def _started(pid: int) -> int | None:
-    """When a process began, in hundredths of a second since 1970 (process ids are used again); None if there is none."""
+    """What tells a process from a later one with the same id: when it began; None if there is none.
+
+    On Linux in clock ticks since the machine started. psutil adds these to the wall clock's time of that start, so a
+    clock that is set, or drifts over a second, would make of a running process another one.
+    """
+    if sys.platform == "linux":
+        try:
+            after_name = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2]
+        except (FileNotFoundError, ProcessLookupError):
+            return None
+        return int(after_name.split()[19])
     import psutil
 
     try:

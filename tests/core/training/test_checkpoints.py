@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -390,6 +391,28 @@ def test_a_running_writer_is_not_swept_by_another_store(store: CheckpointStore) 
 
     store.publish(POLICY, 1, write_while_another_store_opens, CheckpointState(step=1))
     store.verify(store.get(POLICY, 1))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the system itself keeps when a process began")
+def test_setting_the_clock_makes_no_running_writer_look_dead(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_before = psutil.Process.create_time
+
+    def write_while_the_clock_is_set(folder: Path) -> None:
+        write(folder)
+        monkeypatch.setattr(psutil.Process, "create_time", lambda process: as_before(process) + 3600)
+        CheckpointStore(store.root)
+
+    store.publish(POLICY, 1, write_while_the_clock_is_set, CheckpointState(step=1))
+    store.verify(store.get(POLICY, 1))
+
+
+def test_what_a_dead_process_left_is_swept_though_its_id_is_used_again(store: CheckpointStore) -> None:
+    publish(store, 1)
+    for owner in (f"{os.getpid()}-1", "99999999-1"):
+        (store.root / POLICY / f".tmp-000002-{owner}").mkdir()
+    CheckpointStore(store.root)
+    assert leftovers(store.root) == []
+    assert steps(store) == [1]
 
 
 def test_a_real_adapter_with_optimizer_and_random_state_survives_publishing(store: CheckpointStore, tiny_llama_folder: Path) -> None:
