@@ -103,7 +103,7 @@ class Faults:
     gathered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def add(self, method: str, path: str, fault: Fault, times: int = 1) -> None:
-        self.planned += [(method, re.compile(path), fault)] * times
+        self.planned.extend((method, re.compile(path), fault) for _ in range(times))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
