@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from ..errors import TrajectoryStateError
 from ..records import Trajectory, TrajectoryStatus
 from ..wire import FailTrajectory
 from .api import ControlApi
@@ -31,16 +32,23 @@ async def restore(api: ControlApi, plans: Sequence[GroupPlan], *, rewards_needed
             attempt = int(match["attempt"])
             if attempt > member.attempt or match["prefix"] not in newest:
                 member.attempt, newest[match["prefix"]] = attempt, []
+            closed = await _closed(api, trajectory)
             if attempt == member.attempt:
-                newest[match["prefix"]].append(trajectory)
-            await _close(api, trajectory)
+                newest[match["prefix"]].append(closed)
         for prefix, found in newest.items():
             _settle(members[prefix], found, rewards_needed)
 
 
-async def _close(api: ControlApi, trajectory: Trajectory) -> None:
-    if trajectory.status is TrajectoryStatus.open:
-        await api.fail(trajectory.id, FailTrajectory(error=f"{INTERRUPTED}the run was stopped while this rollout was going on"))
+async def _closed(api: ControlApi, trajectory: Trajectory) -> Trajectory:
+    """The trajectory after an open one was failed; if a late request of the process that is gone ended it first, as it ended."""
+    if trajectory.status is not TrajectoryStatus.open:
+        return trajectory
+    error = f"{INTERRUPTED}the run was stopped while this rollout was going on"
+    try:
+        await api.fail(trajectory.id, FailTrajectory(error=error))
+    except TrajectoryStateError:
+        return await api.trajectory(trajectory.id)
+    return trajectory.model_copy(update={"status": TrajectoryStatus.failed, "error": error})
 
 
 def _settle(member: Member, found: list[Trajectory], rewards_needed: bool) -> None:

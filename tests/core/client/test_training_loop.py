@@ -20,11 +20,14 @@ from support.client_server import ClientServer, client_server
 from support.loop_script import SCENARIOS, make_loop
 from support.small_registry import eventually
 
-from apprentice import Budget, EarlyStop, Scenario, TrainingLoop, TrajectoryGroup, TrajectoryScope
+from apprentice import Budget, EarlyStop, Scenario, TrainingLoop, Trajectory, TrajectoryGroup, TrajectoryScope
+from apprentice.core.client.api import ControlApi
+from apprentice.core.client.gather import GroupPlan, Member
+from apprentice.core.client.resume import restore
 from apprentice.core.client.run_state import RunState, curriculum_weight, drawn, drawn_by_weight, exclusive
 from apprentice.core.errors import ConfigError, InvalidRequest, RunAborted, TrainJobFailed
 from apprentice.core.records import TrajectoryStatus
-from apprentice.core.wire import GrpoJob, SftJob
+from apprentice.core.wire import FinishTrajectory, GrpoJob, OpenTrajectory, SftJob
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +180,22 @@ async def test_a_killed_process_is_resumed_by_the_next(server: ClientServer, tmp
     assert again.returncode == 0, again.stderr
     assert sent(server) == expected
     assert rows(tmp_path / "run") == measured
+
+
+async def test_a_rollout_that_a_late_request_of_the_killed_process_finishes_is_used(server: ClientServer) -> None:
+    model = await server.model()
+    await model.api.open_trajectory(OpenTrajectory(id="g-m000-a0", policy=model.policy, group_id="g"))
+
+    class LateRequest(ControlApi):
+        async def trajectories(self, **query: Any) -> list[Trajectory]:
+            found = await super().trajectories(**query)
+            await self.finish("g-m000-a0", FinishTrajectory(reward=1.0))
+            return found
+
+    member = Member(prefix="g-m000")
+    await restore(LateRequest(model.transport), [GroupPlan(Scenario(id="s", input=0), [member], "g", {})], rewards_needed=True)
+    assert member.result is not None
+    assert (member.result.id, member.result.status, member.result.reward) == ("g-m000-a0", TrajectoryStatus.finished, 1.0)
 
 
 async def test_a_rollout_that_failed_by_itself_stays_failed_after_a_resume(server: ClientServer, tmp_path: Path) -> None:
