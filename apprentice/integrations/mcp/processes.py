@@ -50,9 +50,13 @@ class Lease:
         return self._ground
 
     async def release(self) -> None:
+        await asyncio.to_thread(self.end)
+
+    def end(self) -> None:
+        """`release`, in a thread that may wait."""
         ground, self._ground = self._ground, None
         if ground is not None and _last(ground):
-            await asyncio.to_thread(_end, ground)
+            _end(ground)
 
 
 _grounds: dict[int, _Ground] = {}

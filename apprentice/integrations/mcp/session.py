@@ -11,6 +11,7 @@ import hashlib
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -267,15 +268,14 @@ class McpSession:
         self._repairs = Repairs()
 
     async def _clean_up(self, lease: Lease | None) -> None:
-        import anyio
-
-        with anyio.CancelScope(shield=True):
-            if self._place is not None:
-                self._tail = self.stderr_tail()
-                place, self._place = self._place, None
-                await asyncio.to_thread(_clear, place)
-            if lease is not None:
-                await lease.release()
+        """To the end, whoever cancels us meanwhile."""
+        self._tail = self.stderr_tail()
+        place, self._place = self._place, None
+        if lease is not None:
+            clearing = asyncio.get_running_loop().run_in_executor(None, _clear, place, lease)
+            while not clearing.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.shield(clearing)
 
     # ---- what the server offers ---------------------------------------------------------------------------------------
 
@@ -475,6 +475,10 @@ def _copy(source: str, target: Path) -> None:
     shutil.copytree(Path(source).expanduser(), target, symlinks=True, dirs_exist_ok=True)
 
 
-def _clear(place: Place) -> None:
-    place.kill()
-    place.remove()
+def _clear(place: Place | None, lease: Lease) -> None:
+    try:
+        if place is not None:
+            place.kill()
+            place.remove()
+    finally:
+        lease.end()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import psutil
@@ -26,9 +26,10 @@ from support import mcp_servers
 from support.hostile_servers.http_faults import http_faults
 
 from apprentice.core.errors import ConfigError, ToolServerError
+from apprentice.integrations.mcp import processes as processes_module
 from apprentice.integrations.mcp import session as session_module
 from apprentice.integrations.mcp.diagnosis import Evidence, diagnose
-from apprentice.integrations.mcp.processes import Lease
+from apprentice.integrations.mcp.processes import Lease, Place
 from apprentice.integrations.mcp.redaction import MARK, Redactor
 from apprentice.integrations.mcp.session import McpSession
 from apprentice.integrations.mcp.spec import McpServer, SetupCall, parse_server
@@ -448,6 +449,26 @@ async def test_cancelling_an_opening_leaves_nothing(after: float) -> None:
         await opening
     assert session.pid is None or not running(session.pid)
     assert session.workdir is None
+
+
+async def test_cancelling_an_opening_that_failed_and_is_cleaning_up_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cleaning, go_on = Event(), Event()
+    remove = Place.remove
+
+    def slowly(place: Place) -> None:
+        cleaning.set()
+        go_on.wait(30)
+        remove(place)
+
+    monkeypatch.setattr(Place, "remove", slowly)
+    opening = asyncio.create_task(McpSession(hostile("dies_at_start")).open())
+    await asyncio.to_thread(cleaning.wait, 30)
+    opening.cancel()
+    await asyncio.sleep(0)
+    go_on.set()
+    with pytest.raises(asyncio.CancelledError):
+        await opening
+    assert os.getpid() not in processes_module._grounds  # pyright: ignore[reportPrivateUsage]
 
 
 async def test_a_session_is_closed_by_any_task_and_twice() -> None:
