@@ -7,7 +7,13 @@ mcp_servers.argv("sqlite") holds "{workdir}", as the specs of servers do; comman
 from __future__ import annotations
 
 import importlib.util
+import os
+import socket
+import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
@@ -49,6 +55,30 @@ def command(name: str, workdir: Path, *start: str) -> tuple[list[str], dict[str,
     """Command line and variables with {workdir} filled in."""
     filled = [part.replace("{workdir}", str(workdir)) for part in argv(name, *start)]
     return filled, {key: value.replace("{workdir}", str(workdir)) for key, value in env(name).items()}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def everything_at(mode: str, port: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
+    """The real server-everything over HTTP, as `streamableHttp` or `sse`: its URL and process."""
+    environment = {**os.environ, "PORT": str(port)}
+    process = subprocess.Popen(argv("everything", mode), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            with socket.socket() as probe:
+                if probe.connect_ex(("127.0.0.1", port)) == 0:
+                    break
+            time.sleep(0.05)
+        yield f"http://127.0.0.1:{port}/{'sse' if mode == 'sse' else 'mcp'}", process
+    finally:
+        process.kill()
+        process.wait()
 
 
 def hostile(name: str, *arguments: str) -> list[str]:

@@ -42,6 +42,8 @@ class Wire:
     child: ServerProcess = field(default_factory=ServerProcess)
     status: int | None = None
     """The last HTTP status that was an error."""
+    forgotten: bool = False
+    """The server said that it knows no such session (it was started anew, or the session expired)."""
     notes: list[str] = field(default_factory=list[str])
     """What happened during the session that a reader of its calls should know."""
 
@@ -114,6 +116,7 @@ class Wire:
                 # A GET stream is optional and its refusal means nothing, except where it is the transport.
                 if response.request.method == "POST" or self.server.transport == "sse":
                     self.status = response.status_code
+                    self.forgotten = self.forgotten or await _forgotten(response)
             elif response.request.method == "POST":
                 self.status = None
 
@@ -134,6 +137,13 @@ class Wire:
         if content is None:
             return ElicitResult(action="decline")
         return ElicitResult(action="accept", content=content)
+
+
+async def _forgotten(response: httpx2.Response) -> bool:
+    """Whether a refusal is about the session that the request named: 404 by the protocol, 400 or 410 if the server says so in words."""
+    if "mcp-session-id" not in response.request.headers or response.status_code not in (400, 404, 410):
+        return False
+    return response.status_code == 404 or b"session" in (await response.aread()).lower()
 
 
 def defaults_of(schema: JsonObject) -> Any:  # Any: the SDK's union of scalars

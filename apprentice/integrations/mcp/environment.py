@@ -10,7 +10,7 @@ import json
 import os
 import re
 from collections import deque
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -39,10 +39,16 @@ READ_RESOURCES = 50
 
 
 class McpEnvironment:
-    """Made by `SessionPool.environment()`."""
+    """Made by `SessionPool.environment()`. `renew` gives the session in place of a shared one that was lost."""
 
-    def __init__(self, sessions: dict[str, McpSession], documents: dict[str, list[tuple[McpTool, Run]]] | None = None) -> None:
+    def __init__(
+        self,
+        sessions: dict[str, McpSession],
+        documents: dict[str, list[tuple[McpTool, Run]]] | None = None,
+        renew: Callable[[McpServer], Awaitable[McpSession]] | None = None,
+    ) -> None:
         self.sessions = sessions
+        self._renew = renew
         made = documents or {}
         self._runs = {id(tool): run for pairs in made.values() for tool, run in pairs}
         listed = [tool for name, session in sessions.items() for tool in (*session.tools, *(tool for tool, _ in made.get(name, [])))]
@@ -66,6 +72,7 @@ class McpEnvironment:
 
         No such tool, broken JSON, a required argument missing or of the wrong type: a `tool_error` with one sentence, and the
         server is not asked. Other breaches of the schema are noted, and the server judges them.
+        Where the server was lost, later calls are `server_lost` too, unless it is shared: then they have a new session.
         """
         tool = self.toolset.resolve(function_name)
         if tool is None:
@@ -79,11 +86,22 @@ class McpEnvironment:
             return self._refused(
                 function_name, tool.name, given, f"The arguments of {function_name} are wrong: {'; '.join(blocking)}.", tool.server
             )
-        session = self.sessions[tool.server]
+        session = await self._session(tool.server)
         run = self._runs.get(id(tool))
         reply = await (run(session, given) if run is not None else session.call(tool.name, given))
         notes = (*reply.notes, *(f"against the schema: {sentence}" for sentence in wrong or _unknown(tool.input_schema, given)))
         return replace(reply, tool=tool.name, arguments=given, function=function_name, notes=notes)
+
+    async def _session(self, name: str) -> McpSession:
+        """A rollout's own session, whatever became of it: what its server knew is gone. Of shared ones, nothing is expected to be kept."""
+        session = self.sessions[name]
+        if session.alive or session.server.isolation != "shared" or self._renew is None:
+            return session
+        try:
+            self.sessions[name] = await self._renew(session.server)
+        except ApprenticeError:
+            return session  # a call of it says that it is lost; the next one tries again
+        return self.sessions[name]
 
     def _refused(self, function: str, tool: str, arguments: JsonValue, text: str, server: str = "") -> ToolReply:
         owner = server or next(iter(self.sessions), "")
@@ -102,7 +120,8 @@ class McpEnvironment:
         Servers of which nothing can be seen are left out. Two runs that did the same have the same state.
         """
         found: JsonObject = {}
-        for name, session in self.sessions.items():
+        for name in self.sessions:
+            session = await self._session(name)
             seen: JsonObject = {}
             if session.workdir is not None and (files := await asyncio.to_thread(folder_state, session.workdir)):
                 seen["files"] = files
@@ -201,8 +220,6 @@ class SessionPool:
     @asynccontextmanager
     async def environment(self) -> AsyncGenerator[McpEnvironment]:
         """A fresh environment, gone on exit. ToolServerError or ConfigError if a server cannot be used or has no tool for a model."""
-        if not self._open:
-            raise ConfigError("a pool gives environments inside `async with`")
         taken = [asyncio.create_task(self._take(server)) for server in self.servers]
         try:
             await asyncio.wait(taken)
@@ -216,7 +233,7 @@ class SessionPool:
                 raise failed
             sessions = {session.server.name: session for session in own}
             documents = {name: await document_tools(session) for name, session in sessions.items()} if self._documents else {}
-            env = McpEnvironment(sessions, documents)
+            env = McpEnvironment(sessions, documents, self._take)
             _check_tools(env)
             yield env
         finally:
@@ -232,12 +249,14 @@ class SessionPool:
         while ready:
             task = ready.popleft()
             self._refill(server)
+            if task.done() and task.exception() is not None:
+                break  # that was then
             try:
                 session = await asyncio.shield(task)
             except asyncio.CancelledError:
                 await _discard(task)
                 raise
-            if session.alive:
+            if await session.answers():
                 return session
             await session.aclose()  # it died while it waited
         return await self._start(server)
@@ -249,7 +268,7 @@ class SessionPool:
             if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
                 task = self._shared[server.name] = asyncio.create_task(self._start(server))
             session = await asyncio.shield(task)
-            if session.alive:
+            if await session.answers():
                 return session
             if self._shared.get(server.name) is task:
                 del self._shared[server.name]
@@ -262,6 +281,8 @@ class SessionPool:
             ready.append(asyncio.create_task(self._start(server)))
 
     async def _start(self, server: McpServer) -> McpSession:
+        if not self._open:
+            raise ConfigError("a pool gives environments inside `async with`")
         async with self._starts:
             session = McpSession(server)
             await session.open()

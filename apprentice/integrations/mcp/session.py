@@ -42,6 +42,7 @@ LISTINGS = 3
 SPARE_SECONDS = 2.0
 """Beyond a call's own limit: for a call that the SDK cannot time out, because the server does not even take it."""
 OWNER_SECONDS = 0.5
+PING_SECONDS = 5.0
 TAIL_BYTES = 16_384
 
 _modes: dict[str, str] = {}
@@ -371,6 +372,18 @@ class McpSession:
         limit = seconds or self.server.call_seconds
         return await self._ask("get_prompt", shown, lambda client: client.get_prompt(name, arguments), limit)
 
+    async def answers(self) -> bool:
+        """Whether the session can be used: the end of a process is seen, but a URL's server is asked whether it still knows the session."""
+        client = self._client
+        if client is not None and self.alive and self.server.url and self.protocol < "2026":  # later versions know no sessions
+            try:
+                with our_call():
+                    async with asyncio.timeout(PING_SECONDS):
+                        await client.session.send_ping()
+            except Exception as error:  # noqa: BLE001  # the boundary: if it was the end, that is noted
+                await self._failure(error, PING_SECONDS)
+        return self.alive
+
     def _may_join(self, tool: str) -> bool:
         """Whether a call may run beside others."""
         return self.server.parallel or any(known.name == tool and known.read_only for known in self.tools)
@@ -404,15 +417,17 @@ class McpSession:
         from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT
 
         name, wire = self.server.name, self._wire
-        if isinstance(error, TimeoutError) or (isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT):
+        forgotten = wire is not None and wire.forgotten  # which some servers say with the code of a timeout
+        if not forgotten and (isinstance(error, TimeoutError) or (isinstance(error, MCPError) and error.code == REQUEST_TIMEOUT)):
             return "timeout", f"the server {name!r} did not answer within {seconds:g} s"
         closed = (
             isinstance(error, MCPError) and error.code == CONNECTION_CLOSED and (error.message == "Connection closed" or not self.alive)
         )
-        ended = isinstance(error, MCPError) and error.message == "Session terminated"
-        if closed or ended or not self.alive or not isinstance(error, MCPError | ValueError | RuntimeError):
+        if closed or forgotten or not self.alive or not isinstance(error, MCPError | ValueError | RuntimeError):
             code = await wire.child.ending() if wire else None
-            if code is None and self._owner is not None:
+            if forgotten:
+                self._lost = self._lost or "the server no longer knows the session"
+            elif code is None and self._owner is not None:
                 await asyncio.wait({self._owner}, timeout=OWNER_SECONDS)  # it learns why
             how = f"it ended with {ending(code)}" if code is not None else self._lost or str(error) or type(error).__name__
             tail = tail_of(self.stderr_tail()) if code is not None else ""

@@ -8,7 +8,6 @@ import json
 import logging
 import os
 import signal
-import socket
 import ssl
 import subprocess
 import sys
@@ -382,30 +381,9 @@ async def test_only_harmless_variables_are_inherited(monkeypatch: pytest.MonkeyP
 # ---- URLs ----------------------------------------------------------------------------------------------------------------
 
 
-@contextmanager
-def everything(mode: str) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
-    """The real server over HTTP: its URL and process."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    environment = {**os.environ, "PORT": str(port)}
-    process = subprocess.Popen(mcp_servers.argv("everything", mode), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    try:
-        deadline = time.monotonic() + 60
-        while time.monotonic() < deadline:
-            with socket.socket() as probe:
-                if probe.connect_ex(("127.0.0.1", port)) == 0:
-                    break
-            time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}/{'sse' if mode == 'sse' else 'mcp'}", process
-    finally:
-        process.kill()
-        process.wait()
-
-
 @pytest.mark.parametrize("mode", ["streamableHttp", "sse"])
 async def test_servers_at_urls_work_and_their_end_is_a_lost_server(mode: str) -> None:
-    with everything(mode) as (url, process):
+    with mcp_servers.everything_at(mode, mcp_servers.free_port()) as (url, process):
         async with McpSession(parse_server(url)) as session:
             assert (await session.call("echo", {"message": "hi"})).text == "Echo: hi"
             assert len(await session.list_resources()) > 0
