@@ -25,11 +25,11 @@ class ToolChoice(NamedTuple):
     name: str | None = None
 
 
-def read_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Canonical messages, one per message of the request, in the same order. Raises `InvalidRequest`."""
+def read_messages(messages: Sequence[Mapping[str, Any]], where: str = "messages") -> list[dict[str, Any]]:
+    """Canonical messages, one per message of the request, in the same order. Raises `InvalidRequest`, which says `where`."""
     if not messages:
-        raise InvalidRequest("messages must hold at least one message, got none", param="messages")
-    read = [_read_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
+        raise InvalidRequest(f"{where} must hold at least one message, got none", param=where)
+    read = [_read_message(message, f"{where}[{index}]") for index, message in enumerate(messages)]
     names = {call["id"]: call["function"]["name"] for message in read for call in message.get("tool_calls", ())}
     for message in read:
         if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names:
@@ -119,20 +119,20 @@ def _text(text: str, where: str) -> str:
     return text
 
 
-def read_tools(tools: Sequence[Mapping[str, Any]] | None) -> list[JsonObject]:
+def read_tools(tools: Sequence[Mapping[str, Any]] | None, where: str = "tools") -> list[JsonObject]:
     """The request's function tools, validated. Raises `InvalidRequest` naming the tool."""
     read: list[JsonObject] = []
     for index, tool in enumerate(tools or ()):
-        where = f"tools[{index}]"
+        at = f"{where}[{index}]"
         function = tool.get("function") if isinstance(tool, Mapping) else None
         if not isinstance(tool, Mapping) or tool.get("type", "function") != "function" or not isinstance(function, Mapping):
-            raise InvalidRequest(f'{where} must be {{"type": "function", "function": {{"name": …}}}}', param=where)
+            raise InvalidRequest(f'{at} must be {{"type": "function", "function": {{"name": …}}}}', param=at)
         if not isinstance(function.get("name"), str) or not function["name"]:
-            raise InvalidRequest(f"{where}.function.name must be a string that is not empty", param=f"{where}.function.name")
+            raise InvalidRequest(f"{at}.function.name must be a string that is not empty", param=f"{at}.function.name")
         parameters = function.get("parameters")
         if parameters is not None and not isinstance(parameters, Mapping):
-            raise InvalidRequest(f"{where}.function.parameters must be a JSON schema", param=f"{where}.function.parameters")
-        _text(json.dumps(function, ensure_ascii=False), where)
+            raise InvalidRequest(f"{at}.function.parameters must be a JSON schema", param=f"{at}.function.parameters")
+        _text(json.dumps(function, ensure_ascii=False), at)
         read.append({"type": "function", "function": dict(function)})
     return read
 

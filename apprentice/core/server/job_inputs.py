@@ -7,8 +7,9 @@ from collections.abc import Iterable
 from ..errors import ForeignTrajectory, InvalidRequest, TrajectoryStateError
 from ..records import Trajectory, TrajectoryStatus
 from ..training.forest import TokenSample
-from ..wire import GrpoJob, RewardedTrajectory, SftJob
+from ..wire import Demonstration, GrpoJob, RewardedTrajectory, SftJob
 from .chat import ChatCodec
+from .chat_messages import read_messages, read_tools
 from .job_batch import supervised_samples
 from .ledger import Ledger
 
@@ -17,12 +18,15 @@ def check_request(ledger: Ledger, request: GrpoJob | SftJob) -> None:
     """Refuse now what would fail later.
 
     Raises UnknownModel, UnknownTrajectory, ForeignTrajectory, TrajectoryStateError (open), InvalidRequest (an empty
-    group, a trajectory twice, a reward for a call that is not in its trajectory, nothing to train on).
+    group, a trajectory twice, a reward for a call that is not in its trajectory, a demonstration that no model can learn
+    from, nothing to train on).
     """
     ledger.policy(request.policy)
     if isinstance(request, SftJob):
         if not request.demonstrations and not request.trajectories:
             raise InvalidRequest("a supervised job needs at least one demonstration or trajectory, got none", param="demonstrations")
+        for number, demonstration in enumerate(request.demonstrations):
+            _check_demonstration(demonstration, f"demonstrations[{number}]")
         _check_unique(request.trajectories)
         for trajectory_id in request.trajectories:
             _check_trainable(ledger.trajectory(trajectory_id, tokens=False), request.policy)
@@ -45,13 +49,14 @@ def load_groups(ledger: Ledger, request: GrpoJob) -> list[list[Trajectory]]:
 def load_targets(ledger: Ledger, codec: ChatCodec, request: SftJob) -> list[list[TokenSample]]:
     """One list of targets for each demonstration and each trajectory; all tokens weigh one.
 
-    Raises InvalidRequest for a demonstration that cannot be rendered or has no assistant turn.
+    Raises InvalidRequest for a demonstration that this model's chat template cannot render.
     """
     targets: list[list[TokenSample]] = []
     for number, demonstration in enumerate(request.demonstrations):
-        turns = codec.demonstration(demonstration.messages, demonstration.tools)
-        if not turns:
-            raise InvalidRequest(f"demonstration {number} has no assistant message to learn", param=f"demonstrations.{number}")
+        try:
+            turns = codec.demonstration(demonstration.messages, demonstration.tools)
+        except InvalidRequest as error:
+            raise InvalidRequest(f"demonstrations[{number}]: {error.message}", param=f"demonstrations[{number}]") from error
         targets.append([_target(f"demonstration-{number}-{turn}", prompt, reply) for turn, (prompt, reply) in enumerate(turns)])
     return targets + [supervised_samples(ledger.trajectory(trajectory_id)) for trajectory_id in request.trajectories]
 
@@ -81,6 +86,22 @@ def _check_trainable(trajectory: Trajectory, policy: str) -> None:
         raise ForeignTrajectory(f"trajectory {trajectory.id} belongs to {trajectory.policy}, not to {policy}", param="groups")
     if trajectory.status is TrajectoryStatus.open:
         raise TrajectoryStateError(f"trajectory {trajectory.id} is still open; finish it or fail it before training on it", param="groups")
+
+
+def _check_demonstration(demonstration: Demonstration, where: str) -> None:
+    """All that can be told without the model's chat template."""
+    messages = read_messages(demonstration.messages, f"{where}.messages")
+    read_tools(demonstration.tools, f"{where}.tools")
+    learned = 0
+    for index, (read, given) in enumerate(zip(messages, demonstration.messages, strict=True)):
+        at = f"{where}.messages[{index}]"
+        if read["role"] == "assistant" and index == 0:
+            raise InvalidRequest(f"{at} is an assistant message; a demonstration begins with what the assistant answers", param=at)
+        if not isinstance(train := given.get("train"), bool | None):
+            raise InvalidRequest(f"{at}.train must be true or false, got {type(train).__name__}", param=f"{at}.train")
+        learned += read["role"] == "assistant" and train is not False
+    if learned == 0:
+        raise InvalidRequest(f"{where} has no assistant message to learn", param=where)
 
 
 def _check_completion_rewards(ledger: Ledger, item: RewardedTrajectory) -> None:

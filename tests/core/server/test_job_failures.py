@@ -13,15 +13,18 @@ from typing import Any
 
 import pytest
 from safetensors.torch import load_file, save_file
+from support.chat_tokenizers import tokenizer_of
 from support.real_parts import POLICY, LyingEngine, RealServer, job, lying, real_server, recorded_home, registration
 from support.tiny_models import tiny_llama
 
 from apprentice.core.engines.embedded import EmbeddedEngine
 from apprentice.core.engines.protocol import BASE, PolicyVersion, TokenChunk
-from apprentice.core.errors import LedgerFull
+from apprentice.core.errors import InvalidRequest, LedgerFull
+from apprentice.core.server.chat import ChatCodec
+from apprentice.core.server.job_inputs import check_request, load_targets
 from apprentice.core.server.ledger import Ledger
 from apprentice.core.server.limits import Limits
-from apprentice.core.wire import TrainJob
+from apprentice.core.wire import Demonstration, SftJob, TrainJob
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +112,48 @@ async def test_a_request_that_cannot_be_read_fails_its_job_and_not_the_queue(rec
         result = await server.end_of("job-bad")
         assert result["status"] == "failed"
         assert "kind" in result["reason"]
+
+
+ASK, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+BAD_DEMONSTRATIONS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, ".messages", "must hold at least one message"),
+    ({"messages": [ASK, {"role": "robot", "content": "4"}]}, ".messages[1].role", "must be one of system, developer, user"),
+    ({"messages": [ASK, {"content": "4"}]}, ".messages[1].role", "must be one of system, developer, user"),
+    ({"messages": [ASK, {**ANSWER, "content": 4}]}, ".messages[1].content", "must be a string, null or a list of text parts, got int"),
+    ({"messages": [ASK, {**ANSWER, "content": [{"type": "image_url"}]}]}, ".messages[1].content[0]", "has type 'image_url', only text"),
+    ({"messages": [ASK, {**ANSWER, "tool_calls": {}}]}, ".messages[1].tool_calls", "must be a list, got dict"),
+    ({"messages": [ASK, {**ANSWER, "tool_calls": [{"name": "f"}]}]}, ".messages[1].tool_calls[0]", "must be a function call"),
+    ({"messages": [ASK, ANSWER], "tools": [{"name": "f"}]}, ".tools[0]", 'must be {"type": "function"'),
+    ({"messages": [ASK, {**ANSWER, "train": "false"}]}, ".messages[1].train", "must be true or false, got str"),
+    ({"messages": [ANSWER]}, ".messages[0]", "is an assistant message; a demonstration begins with"),
+    ({"messages": [ASK]}, "", "has no assistant message to learn"),
+    ({"messages": [ASK, {**ANSWER, "train": False}]}, "", "has no assistant message to learn"),
+]
+
+
+async def test_a_demonstration_that_cannot_be_learned_from_is_refused_before_its_job_is_accepted(home: Path) -> None:
+    async with real_server(home) as server:
+        for bad, place, sentence in BAD_DEMONSTRATIONS:
+            body = {"kind": "sft", "policy": POLICY, "demonstrations": [{"messages": [ASK, ANSWER]}, bad]}
+            answer = await server.client.post("/api/train-jobs", json=body)
+            error = answer.json()["error"]
+            assert (answer.status_code, error["code"], error["param"]) == (400, "invalid_request", f"demonstrations[1]{place}"), error
+            assert error["message"].startswith(f"demonstrations[1]{place} {sentence}"), error
+        assert await server.get("/api/train-jobs") == []
+        shown = [ASK, {**ANSWER, "train": None}, ASK, {**ANSWER, "train": False}]
+        result = await server.train({"kind": "sft", "policy": POLICY, "demonstrations": [{"messages": shown}]})
+        assert (result["status"], result["step"]) == ("trained", 1)
+
+
+def test_a_demonstration_that_this_models_template_cannot_write_is_named(home: Path) -> None:
+    call = {"type": "function", "function": {"name": "f", "arguments": "{}"}}
+    tool: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}
+    both = Demonstration(messages=(ASK, {**ANSWER, "content": "", "tool_calls": [call, call]}), tools=(tool,))
+    request = SftJob(policy=POLICY, demonstrations=(Demonstration(messages=(ASK, ANSWER)), both))
+    with Ledger.open(home / "ledger.sqlite") as ledger:
+        check_request(ledger, request)
+        with pytest.raises(InvalidRequest, match=r"demonstrations\[1\]: this model's chat template takes one tool call per message"):
+            load_targets(ledger, ChatCodec(tokenizer_of("llama3_2")), request)
 
 
 async def test_the_end_of_a_job_is_recorded_once_the_ledger_takes_it_again(
