@@ -43,7 +43,7 @@ IdempotencyKey = Annotated[str | None, Header(min_length=1, max_length=200, patt
 
 def control_router(registry: Registry, ledger: Ledger, limits: Limits, forget: Callable[[str], None]) -> APIRouter:
     """`/api/…`. `forget(trajectory_id)` is called when a trajectory ends, so that the gateway takes no more calls for it."""
-    router = APIRouter(prefix="/api")
+    router = APIRouter()
     router.include_router(_models(registry))
     router.include_router(_trajectories(registry, ledger, forget))
     router.include_router(_train_jobs(registry, limits))
@@ -52,7 +52,8 @@ def control_router(registry: Registry, ledger: Ledger, limits: Limits, forget: C
 
 
 def _routes(tag: str) -> APIRouter:
-    return APIRouter(route_class=JsonRoute, tags=[tag])
+    """The prefix stands here, because a route knows only that of its own router, and metrics name requests by the route."""
+    return APIRouter(prefix="/api", route_class=JsonRoute, tags=[tag])
 
 
 def _models(registry: Registry) -> APIRouter:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 from collections.abc import Iterator
 from typing import Any
@@ -185,6 +186,19 @@ def test_metrics_count_requests_by_route_and_completions_by_policy(server: Small
     assert 'apprentice_http_requests_total{method="POST",route="/t/{trajectory}/v1/chat/completions",status="200"}' in text
     assert f'apprentice_completions_total{{finish="stop",policy="{POLICY}"}}' in text
     assert "counted" not in text, "ids never become labels"
+
+
+def test_metrics_name_a_request_by_the_route_as_it_is_called(server: SmallServer) -> None:
+    routes = ["/health", "/v1/models", "/api/models/{project}/{name}", "/api/trajectories/{trajectory_id}/finish"]
+    routes += ["/api/train-jobs/{job_id}", "/api/checkpoints/{project}/{name}/{step}"]
+    paths = get(server, "/openapi.json").json()["paths"]
+    for route in routes:
+        (method,) = paths[route].keys() & {"get", "post"}
+        path = route.format(project="a", name="b", trajectory_id="c", job_id="d", step=1)
+        server.http.request(method, f"{server.url}{path}", json={} if method == "post" else None)
+    named = set(re.findall(r'apprentice_http_requests_total{.*route="([^"]*)"', get(server, "/metrics").text))
+    assert set(routes) <= named
+    assert {route.replace(":path}", "}") for route in named} <= {*paths, "unknown"}
 
 
 def test_every_reply_has_a_request_id_of_its_own(server: SmallServer) -> None:
