@@ -22,6 +22,7 @@ from ..records import JsonObject, Record, Scenario, TrainResult, Trajectory, Tra
 from ..tracking.local import JsonlMetrics
 from ..tracking.metrics import TOKENS_TRAINED
 from ..wire import Demonstration, GrpoJob, RewardUpdate
+from .curriculum import Curriculum, drawn, drawn_by_weight
 from .evaluate import EVALUATION, RewardFunction, apply_reward, summarise
 from .gather import GatherSettings, GroupPlan, Member, Rollout, run_plans
 from .model import TrainableModel, rewarded
@@ -33,9 +34,6 @@ from .run_state import (
     EarlyStop,
     EvaluationPoint,
     RunState,
-    curriculum_weight,
-    drawn,
-    drawn_by_weight,
     exclusive,
     fingerprint,
 )
@@ -66,8 +64,7 @@ class TrainingLoop:
     `reward`: callable on the groups of a step (sync or async), or None where rollouts set `t.reward`. `eval_scenarios`:
     held out, evaluated before, after the warm-up, every `eval_every` steps and at the end. `warmup`: demonstrations
     for a supervised start. `run_dir`: state, metrics.jsonl, report.html and report.json; the same folder resumes.
-    `curriculum`: name of a rollout metric between 0 and 1, such as "success"; scenarios are then drawn with probabilities
-    by p(1-p), p being its mean over their latest group.
+    `curriculum`: what decides which scenarios come next; None: all in turn.
     `seed` decides the order of scenarios; changing `groups_per_step` between resumes neither skips nor repeats any.
     """
 
@@ -90,7 +87,7 @@ class TrainingLoop:
         config: TrainConfig | None = None,
         warmup: Sequence[Demonstration | Mapping[str, Any]] = (),
         warmup_config: SftConfig | None = None,
-        curriculum: str | None = None,
+        curriculum: Curriculum | None = None,
         seed: int = 0,
         concurrency: int = 32,
         deadline: float | None = 600.0,
@@ -247,7 +244,7 @@ class TrainingLoop:
             self.progress.end()
         row: JsonObject = {**summary(scored), "seconds/rollouts": rolled - started, "seconds/reward": time.monotonic() - rolled}
         job = GrpoJob(policy=self.model.policy, groups=rewarded(scored), config=self.config)
-        rates = {**state.solve_rates, **(solve_rates(scored, self.curriculum) if self.curriculum else {})}
+        rates = {**state.solve_rates, **(self.curriculum.solve_rates(scored) if self.curriculum else {})}
         update: dict[str, Any] = {"pending": job, "row": row, "examples": state.examples + len(order), "solve_rates": rates}
         return state.model_copy(update={"phase": "train", **update})
 
@@ -301,7 +298,7 @@ class TrainingLoop:
     def _next_scenarios(self, state: RunState) -> list[int]:
         if self.curriculum is None:
             return drawn(len(self.scenarios), state.examples, self.groups_per_step, self.seed)
-        weights = [curriculum_weight(state.solve_rates.get(scenario.id)) for scenario in self.scenarios]
+        weights = self.curriculum.weights(self.scenarios, state.solve_rates)
         return drawn_by_weight(weights, state.examples, self.groups_per_step, self.seed)
 
     def _plans(self, state: RunState, scenarios: Sequence[Scenario], where: str, size: int, metadata: JsonObject) -> list[GroupPlan]:
@@ -356,16 +353,6 @@ class TrainingLoop:
             except UnknownCheckpoint:
                 self.progress.note(f"checkpoint {state.pinned_step}, the best before, is gone")
         return state.model_copy(update={"pinned_step": state.best_step})
-
-
-def solve_rates(groups: Sequence[TrajectoryGroup], metric: str) -> dict[str, float]:
-    """Scenario id → mean of the metric over its finished rollouts; scenarios without one are left out."""
-    rates: dict[str, float] = {}
-    for group in groups:
-        values = [trajectory.metrics[metric] for trajectory in group.trajectories if metric in trajectory.metrics]
-        if group.scenario is not None and values:
-            rates[group.scenario.id] = statistics.fmean(values)
-    return rates
 
 
 def summary(groups: Sequence[TrajectoryGroup]) -> dict[str, float]:

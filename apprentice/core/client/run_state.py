@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import math
 import os
-import random
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -144,38 +142,6 @@ def fingerprint(scenarios: Sequence[Scenario]) -> str:
     for scenario in scenarios:
         digest.update(scenario.model_dump_json(exclude={"id"}).encode() + b"\n")
     return digest.hexdigest()
-
-
-def drawn(size: int, start: int, count: int, seed: int) -> list[int]:
-    """Indices of `count` examples from position `start` of the endless stream of shuffled epochs over `size` examples.
-
-    Each epoch's order comes from (seed, epoch) alone, so a position means the same whatever the batches were.
-    """
-    indices: list[int] = []
-    orders: dict[int, list[int]] = {}
-    for position in range(start, start + count):
-        epoch, offset = divmod(position, size)
-        if epoch not in orders:
-            order = list(range(size))
-            random.Random(f"{seed}/{epoch}").shuffle(order)
-            orders[epoch] = order
-        indices.append(orders[epoch][offset])
-    return indices
-
-
-def drawn_by_weight(weights: Sequence[float], start: int, count: int, seed: int) -> list[int]:
-    """`count` different indices (as many as there are), each step's drawn with probabilities by `weights`, which are positive.
-
-    Weighted sampling without replacement by exponential keys (Efraimidis and Spirakis 2006); from (seed, start) alone.
-    """
-    chance = random.Random(f"{seed}/weighted/{start}")
-    keys = [math.log(1.0 - chance.random()) / weight for weight in weights]
-    return sorted(range(len(weights)), key=lambda index: keys[index], reverse=True)[:count]
-
-
-def curriculum_weight(solve_rate: float | None) -> float:
-    """p(1-p): what is solved always or never teaches nothing. Never zero, because rates move; highest where none is known."""
-    return 0.02 + (0.25 if solve_rate is None else solve_rate * (1.0 - solve_rate))
 
 
 @contextmanager

@@ -27,6 +27,7 @@ from typing import Annotated, Any
 from pydantic import Field, FiniteFloat, ValidationError
 
 from ...core.client.backends import Backend, LocalBackend, RemoteBackend
+from ...core.client.curriculum import Curriculum
 from ...core.client.evaluate import EVALUATION
 from ...core.client.loop import LoopResult, TrainingLoop
 from ...core.client.model import TrainableModel
@@ -42,7 +43,7 @@ from .environment import SessionPool
 from .explore import explore
 from .generator import Generator
 from .mastery_report import MasteryReport, write_mastery_report
-from .scenarios import read_scenarios, split, write_scenarios
+from .scenarios import notes_of, read_scenarios, split, write_scenarios
 from .spec import McpServer
 from .synthesize import synthesize
 
@@ -66,7 +67,7 @@ class MasterySettings(Record):
     """Candidates kept for training."""
     held_out: Annotated[int, Field(ge=2)] = 48
     """Scenarios of the evaluation, at most."""
-    demonstrations: Annotated[int, Field(ge=0)] = 96
+    demonstrations: Annotated[int, Field(ge=0)] = 64
     """Reference runs shown before GRPO; 0: none."""
     steps: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
@@ -81,7 +82,7 @@ class MasterySettings(Record):
     """GRPO steps between evaluations; None: at the end only."""
     weights: CheckWeights = CheckWeights()
     warmup: SftConfig = SftConfig(learning_rate=1e-3, batch_size=4)
-    train: TrainConfig = TrainConfig(learning_rate=4e-4)
+    train: TrainConfig = TrainConfig(learning_rate=4e-4, steps_per_generation=2)
     concurrency: Count = 32
     seed: int = 0
 
@@ -147,7 +148,7 @@ async def master(
                 groups_per_step=settings.groups_per_step,
                 budget=Budget(steps=settings.steps),
                 early_stop=EarlyStop(target=settings.target),
-                curriculum=SUCCESS,
+                curriculum=Curriculum(SUCCESS, sort_of),
                 run_dir=out / "run",
                 seed=settings.seed,
                 concurrency=settings.concurrency,
@@ -159,6 +160,11 @@ async def master(
             return await write_mastery_report(out, model, result, servers, settings.model_dump(mode="json"), train, test)
         finally:
             await backend.close()
+
+
+def sort_of(scenario: Scenario) -> str:
+    """Scenarios with the same tools in the same order are about as hard."""
+    return " ".join(call.tool for call in notes_of(scenario).calls)
 
 
 def success_only(groups: list[TrajectoryGroup]) -> list[TrajectoryGroup]:

@@ -8,23 +8,21 @@ import re
 import signal
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from support.client_server import ClientServer, client_server
 from support.loop_script import SCENARIOS, make_loop
 from support.small_registry import eventually
 
 from apprentice import Budget, EarlyStop, Scenario, TrainingLoop, Trajectory, TrajectoryGroup, TrajectoryScope
 from apprentice.core.client.api import ControlApi
+from apprentice.core.client.curriculum import Curriculum
 from apprentice.core.client.gather import GroupPlan, Member
 from apprentice.core.client.resume import restore
-from apprentice.core.client.run_state import RunState, curriculum_weight, drawn, drawn_by_weight, exclusive
+from apprentice.core.client.run_state import RunState, exclusive
 from apprentice.core.errors import ConfigError, InvalidRequest, RunAborted, TrainJobFailed
 from apprentice.core.records import TrajectoryStatus
 from apprentice.core.wire import FinishTrajectory, GrpoJob, OpenTrajectory, SftJob
@@ -345,40 +343,6 @@ async def test_wrong_settings_are_refused_in_one_sentence(server: ClientServer, 
             await make_loop(model, tmp_path / run_dir).run()
 
 
-@given(st.integers(1, 7), st.lists(st.integers(1, 5), min_size=1, max_size=8), st.integers(0, 3))
-def test_the_data_cursor_means_the_same_whatever_the_batches_are(size: int, batches: list[int], seed: int) -> None:
-    taken: list[int] = []
-    for batch in batches:
-        taken += drawn(size, len(taken), batch, seed)
-    assert taken == drawn(size, 0, sum(batches), seed)
-    for start in range(0, len(taken) - size + 1, size):
-        assert sorted(taken[start : start + size]) == list(range(size))
-
-
-def test_drawing_does_not_touch_the_global_generator() -> None:
-    import random
-
-    state = random.getstate()
-    assert drawn(10, 0, 20, 1) != drawn(10, 0, 20, 2)
-    assert random.getstate() == state
-
-
-def test_a_curriculum_draws_what_is_solved_sometimes_more_often_than_what_is_hopeless_or_trivial() -> None:
-    weights = [curriculum_weight(rate) for rate in (0.0, 0.5, 1.0, None)]
-    assert weights[1] == weights[3] > 10 * weights[0] == 10 * weights[2] > 0
-    drawn_counts = Counter(index for start in range(2000) for index in drawn_by_weight(weights, start, 1, 0))
-    total = sum(weights)
-    for index, weight in enumerate(weights):  # single draws are in proportion to the weights
-        assert drawn_counts[index] / 2000 == pytest.approx(weight / total, abs=0.04)
-
-
-@given(st.lists(st.floats(1e-3, 10), min_size=1, max_size=12), st.integers(0, 1000), st.integers(1, 15))
-def test_a_weighted_draw_repeats_nothing_within_a_step_and_itself_for_a_seed(weights: list[float], start: int, count: int) -> None:
-    found = drawn_by_weight(weights, start, count, 7)
-    assert len(found) == len(set(found)) == min(count, len(weights))
-    assert found == drawn_by_weight(weights, start, count, 7)
-
-
 async def test_a_loop_with_a_curriculum_remembers_solve_rates_and_draws_by_them(server: ClientServer, tmp_path: Path) -> None:
     model = await server.model()
 
@@ -390,7 +354,7 @@ async def test_a_loop_with_a_curriculum_remembers_solve_rates_and_draws_by_them(
     scenarios = [Scenario(id=name, input=name) for name in ("easy", "hard", "open")]
     loop = TrainingLoop(
         model, rollout, scenarios, budget=Budget(steps=1), run_dir=tmp_path, group_size=2, groups_per_step=2,
-        curriculum="success", progress=False,
+        curriculum=Curriculum("success"), progress=False,
     )  # fmt: skip
     await loop.run()
     state = RunState.load(tmp_path)
