@@ -133,7 +133,7 @@ def master(
     steps: Annotated[int, typer.Option(metavar="N", min=1, help="GRPO steps.")] = 8,
     scenario_count: Annotated[int, typer.Option("--scenarios", metavar="N", min=4, help="To train on.")] = 144,
     held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
-    demonstrations: Annotated[int, typer.Option(metavar="N", min=0, help="Reference runs shown first.")] = 96,
+    demonstrations: Annotated[int, typer.Option(metavar="N", min=0, help="Reference runs shown first.")] = 64,
     epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Over the demonstrations.")] = 1,
     batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Demonstrations per step of the warm-up.")] = 4,
     learning_rate: Annotated[float, typer.Option(metavar="X", min=0, help="Of GRPO.")] = 4e-4,
@@ -173,7 +173,7 @@ def master(
         seed=seed,
         name=spec.name,
         warmup=SftConfig(learning_rate=1e-3, batch_size=batch_size, epochs=epochs, activation_memory_gib=memory),
-        train=TrainConfig(learning_rate=learning_rate, activation_memory_gib=memory),
+        train=TrainConfig(learning_rate=learning_rate, steps_per_generation=2, activation_memory_gib=memory),
     )
     invent = generator_of(generator) if generator else None
     report = asyncio.run(run_master([spec], settings, out, url=url, generator=invent, real_data=real_data))

@@ -41,6 +41,9 @@ _CREATE = Frame(
         "make a table {table} with a text column {text} and an integer column {number}",
         "set up a table called {table} with {text} as text and {number} as an integer",
         "add a new table {table} that holds {text} (text) and {number} (integer)",
+        "start a table {table} with {text} (text) and {number} (integer)",
+        "make me a table called {table}: {text} is text, {number} is an integer",
+        "set up {table}, a table with the columns {text} (text) and {number} (integer)",
     ),
 )
 _INSERT = Frame(
@@ -50,11 +53,17 @@ _INSERT = Frame(
         'Add a row to {table} with {text} "{cell}" and {number} {value}.',
         'Put "{cell}" into {table} as {text}, with {value} as {number}.',
         'The table {table} needs a row more: {text} is "{cell}", {number} is {value}.',
+        'Please enter in {table}: {text} "{cell}", {number} {value}.',
+        'One more row for {table}: {text} is "{cell}" and {number} is {value}.',
+        'Into {table}, put a row with {text} "{cell}" and {number} {value}.',
     ),
     (
         'add a row with {text} "{cell}" and {number} {value} to {table}',
         'put "{cell}" into {table} as {text}, with {value} as {number}',
         'enter {text} "{cell}" and {number} {value} in {table}',
+        'put a row into {table} with {text} "{cell}" and {number} {value}',
+        'add "{cell}" to {table} as {text}, with {number} {value}',
+        'give {table} one more row with {text} "{cell}" and {number} {value}',
     ),
 )
 _UPDATE = Frame(
@@ -64,11 +73,17 @@ _UPDATE = Frame(
         'In {table}, set {number} to {value} where {text} is "{cell}".',
         'Change the {number} of the row of {table} with {text} "{cell}" to {value}.',
         'The {number} where {text} is "{cell}" in {table} should be {value}.',
+        'Make the {number} {value} in {table} for the {text} "{cell}".',
+        'In {table}, the row with {text} "{cell}" gets the {number} {value}.',
+        'For the {text} "{cell}" in {table}, change {number} to {value}.',
     ),
     (
         'set {number} to {value} in {table} where {text} is "{cell}"',
         'change the {number} where {text} is "{cell}" in {table} to {value}',
         'make {value} the {number} of the row in {table} whose {text} is "{cell}"',
+        'in {table}, change {number} to {value} for the {text} "{cell}"',
+        'let the {number} of "{cell}" ({text}) in {table} be {value}',
+        'put {value} as {number} where {text} is "{cell}" in {table}',
     ),
 )
 _COUNT = Frame(
@@ -82,7 +97,14 @@ _COUNT = Frame(
         "What is the number of rows in the table {table}?",
         "Count what is in {table}.",
     ),
-    ("tell me how many rows {table} has", "count the rows of {table}", "say how many rows are in {table}"),
+    (
+        "tell me how many rows {table} has",
+        "count the rows of {table}",
+        "say how many rows are in {table}",
+        "find out how many rows {table} has",
+        "tell me the number of rows in {table}",
+        "see how many rows {table} has",
+    ),
 )
 _VALUE = Frame(
     "sql value",
@@ -99,6 +121,9 @@ _VALUE = Frame(
         'tell me the {number} where {text} is "{cell}" in {table}',
         'look up the {number} in {table} for the {text} "{cell}"',
         'find the {number} that goes with {text} "{cell}" in {table}',
+        'find the {number} of the row in {table} whose {text} is "{cell}"',
+        'say which {number} {table} has for the {text} "{cell}"',
+        'get me the {number} in {table} where {text} is "{cell}"',
     ),
 )
 _ALL = Frame(
@@ -112,7 +137,14 @@ _ALL = Frame(
         "I'd like to see all of {table}.",
         "Give me the whole table {table}.",
     ),
-    ("show me everything in {table}", "let me see all rows of {table}", "tell me what is in {table}"),
+    (
+        "show me everything in {table}",
+        "let me see all rows of {table}",
+        "tell me what is in {table}",
+        "show me all rows of {table}",
+        "tell me which rows {table} has",
+        "let me see the whole table {table}",
+    ),
 )
 
 
