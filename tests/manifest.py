@@ -114,7 +114,7 @@ MANIFEST: tuple[Promise, ...] = (
         "linear-growth",
         "an N-turn rollout costs O(N) bytes",
         "README",
-        (f"{SERVER}/test_ledger.py::test_a_rollout_twice_as_long_takes_about_twice_the_bytes",),
+        (f"{SERVER}/test_ledger_storage.py::test_a_rollout_twice_as_long_takes_about_twice_the_bytes",),
     ),
     Promise("export", "an export keeps ids and log-probabilities exactly", "README", (f"{SERVER}/test_export.py",)),
     Promise(

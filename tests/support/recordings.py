@@ -10,6 +10,16 @@ from apprentice.core.server.ledger import Ledger
 POLICY = "mail/agent-001"
 
 
+def opened(ledger: Ledger, **fields: Any) -> str:
+    """The id of a new trajectory."""
+    return ledger.open_trajectory(Trajectory(policy=POLICY, **fields)).id
+
+
+def reread(ledger: Ledger) -> Ledger:
+    """A reader of the same file that has nothing in memory."""
+    return Ledger.open(ledger.path, read_only=True)
+
+
 def completion(
     trajectory_id: str | None, prompt: tuple[int, ...] = (1, 2, 3), drawn: tuple[int, ...] = (7, 8), **fields: Any
 ) -> Completion:

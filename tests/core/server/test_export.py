@@ -6,7 +6,6 @@ import json
 import math
 import os
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +22,6 @@ from apprentice.core.wire import FinishTrajectory
 
 FORMATS = ["parquet", "jsonl"]
 CONTEXT = ("completion_reward", "reward", "status", "error", "scenario_id", "group_id", "metrics", "metadata")
-
-
-@pytest.fixture
-def ledger(tmp_path: Path) -> Iterator[Ledger]:
-    with Ledger.open(tmp_path / "runs.db") as opened:
-        yield opened
 
 
 def imported(path: Path, format: str) -> list[tuple[Completion, dict[str, Any]]]:
