@@ -15,16 +15,14 @@ import threading
 from collections.abc import Callable, Coroutine, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeAlias, TypeVar
 
-from ..config import SftConfig, TrainConfig
 from ..errors import InvalidRequest
-from ..records import Scenario, TrainResult, Trajectory, TrajectoryGroup
-from ..wire import CheckpointInfo, Demonstration, ModelInfo
-from .backends import Backend
+from ..records import Scenario, TrajectoryGroup
 from .evaluate import Evaluation, RewardFunction
 from .gather import Returned, Rollout
 from .gather import gather as async_gather
+from .model import TrainableModel
 from .progress import Progress
 from .scope import TrajectoryScope
 
@@ -32,7 +30,6 @@ if TYPE_CHECKING:
     from openai import OpenAI
 
     from .loop import LoopResult, TrainingLoop
-    from .model import OnBusy, TrainableModel
 
 T = TypeVar("T")
 P = ParamSpec("P")
@@ -168,17 +165,32 @@ def run_loop(loop: TrainingLoop) -> LoopResult:
     return run(loop.run())
 
 
+def _sync(method: Callable[Concatenate[TrainableModel, P], Coroutine[Any, Any, T]]) -> Callable[Concatenate[SyncModel, P], T]:
+    """The method without `await`: its parameters, their types and its docstring stay."""
+
+    @functools.wraps(method)
+    def waits(self: SyncModel, *args: P.args, **kwargs: P.kwargs) -> T:
+        return run(getattr(self.model, method.__name__)(*args, **kwargs))
+
+    return waits
+
+
 class SyncModel:
     """`model.sync`: the methods of a TrainableModel without `await`."""
 
     def __init__(self, model: TrainableModel) -> None:
         self.model = model
 
-    def register(self, backend: Backend) -> ModelInfo:
-        return run(self.model.register(backend))
-
-    def get_step(self) -> int:
-        return run(self.model.get_step())
+    register = _sync(TrainableModel.register)
+    get_step = _sync(TrainableModel.get_step)
+    fetch = _sync(TrainableModel.fetch)
+    train = _sync(TrainableModel.train)
+    train_sft = _sync(TrainableModel.train_sft)
+    checkpoints = _sync(TrainableModel.checkpoints)
+    checkpoint = _sync(TrainableModel.checkpoint)
+    pin_checkpoint = _sync(TrainableModel.pin_checkpoint)
+    delete_checkpoint = _sync(TrainableModel.delete_checkpoint)
+    fork = _sync(TrainableModel.fork)
 
     def openai_client(self, **options: Any) -> OpenAI:  # Any: handed on to OpenAI
         return self.model.sync_openai_client(**options)
@@ -189,31 +201,6 @@ class SyncModel:
     ) -> Generator[TrajectoryScope]:
         with trajectory(self.model.trajectory(scenario, group_id=group_id, metadata=metadata)) as scope:
             yield scope
-
-    def fetch(self, trajectory: str | Trajectory | TrajectoryScope) -> Trajectory:
-        return run(self.model.fetch(trajectory))
-
-    def train(
-        self,
-        groups: Iterable[TrajectoryGroup],
-        config: TrainConfig | None = None,
-        *,
-        on_busy: OnBusy = "queue",
-        progress: bool | Progress = True,
-        **options: Any,  # Any: fields of TrainConfig, checked by it
-    ) -> TrainResult:
-        return run(self.model.train(groups, config, on_busy=on_busy, progress=progress, **options))
-
-    def train_sft(
-        self,
-        examples: Iterable[Demonstration | Mapping[str, Any] | Trajectory | TrajectoryScope],
-        config: SftConfig | None = None,
-        *,
-        on_busy: OnBusy = "queue",
-        progress: bool | Progress = True,
-        **options: Any,  # Any: fields of SftConfig, checked by it
-    ) -> TrainResult:
-        return run(self.model.train_sft(examples, config, on_busy=on_busy, progress=progress, **options))
 
     def evaluate(
         self,
@@ -242,18 +229,3 @@ class SyncModel:
                     progress=progress,
                 )
             )
-
-    def checkpoints(self) -> tuple[CheckpointInfo, ...]:
-        return run(self.model.checkpoints())
-
-    def checkpoint(self, step: int) -> CheckpointInfo:
-        return run(self.model.checkpoint(step))
-
-    def pin_checkpoint(self, step: int, pinned: bool = True) -> None:
-        run(self.model.pin_checkpoint(step, pinned))
-
-    def delete_checkpoint(self, step: int) -> None:
-        run(self.model.delete_checkpoint(step))
-
-    def fork(self, name: str, step: int | None = None) -> TrainableModel:
-        return run(self.model.fork(name, step))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ import pytest
 from support.client_server import ClientServer, client_server
 from support.small_registry import BASE_NAME
 
-from apprentice import RemoteBackend, Scenario, TrainableModel, current_trajectory
+from apprentice import RemoteBackend, Scenario, TrainableModel, current_trajectory, gather
 from apprentice.core.client import sync
 from apprentice.core.errors import InvalidRequest
 from apprentice.core.records import TrajectoryStatus
@@ -78,6 +79,19 @@ def test_a_sync_call_inside_the_facades_own_loop_is_refused_instead_of_hanging(s
 
     with pytest.raises(InvalidRequest, match="use the async method"):
         sync.run(mistake())
+
+
+def parameters(function: Any) -> list[tuple[str, Any, Any]]:
+    return [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+
+
+def test_every_async_method_has_a_sync_one_with_the_same_parameters() -> None:
+    names = [name for name, method in inspect.getmembers(TrainableModel, inspect.iscoroutinefunction) if not name.startswith("_")]
+    assert {"register", "train", "evaluate", "fork"} <= set(names)
+    for name in {*names, "trajectory"} - {"attach", "run_job"}:  # they serve the command line and the training loop
+        assert parameters(getattr(sync.SyncModel, name)) == parameters(getattr(TrainableModel, name)), name
+    assert parameters(sync.gather) == parameters(gather)
+    assert sync.SyncModel.train.__doc__ == TrainableModel.train.__doc__
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="the platform cannot fork")
