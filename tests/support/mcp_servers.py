@@ -66,8 +66,21 @@ def free_port() -> int:
 @contextmanager
 def everything_at(mode: str, port: int) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """The real server-everything over HTTP, as `streamableHttp` or `sse`: its URL and process."""
+    with _listening(argv("everything", mode), port) as process:
+        yield f"http://127.0.0.1:{port}/{'sse' if mode == 'sse' else 'mcp'}", process
+
+
+@contextmanager
+def modern_at(port: int) -> Iterator[str]:
+    """The URL of a server of the SDK's newest protocol."""
+    with _listening([sys.executable, str(HOSTILE.parent / "modern_server.py"), str(port)], port):
+        yield f"http://127.0.0.1:{port}/mcp"
+
+
+@contextmanager
+def _listening(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
     environment = {**os.environ, "PORT": str(port)}
-    process = subprocess.Popen(argv("everything", mode), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
@@ -75,7 +88,7 @@ def everything_at(mode: str, port: int) -> Iterator[tuple[str, subprocess.Popen[
                 if probe.connect_ex(("127.0.0.1", port)) == 0:
                     break
             time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}/{'sse' if mode == 'sse' else 'mcp'}", process
+        yield process
     finally:
         process.kill()
         process.wait()

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 PATH = "/mcp"
 IDLE_SECONDS = 30 * 60.0
+ANSWER_SECONDS = 2.0
+"""How long an ended session may take to send its last answers."""
 INVALID_REQUEST = -32600
 Session = Callable[[Any, Any], Awaitable[None]]
 """Serves one host over its two streams (the SDK's stream protocols)."""
@@ -77,6 +79,8 @@ class _App:
         self._session = session
         self._group = group
         self._transports: dict[str, StreamableHTTPServerTransport] = {}
+        self._posts: dict[StreamableHTTPServerTransport, set[anyio.Event]] = {}
+        """POSTs that have no whole answer yet, by session; each event comes with its end."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -92,7 +96,7 @@ class _App:
         elif named is None:
             await self._begin(scope, receive, send)
         elif named in self._transports:
-            await self._transports[named].handle_request(scope, receive, send)
+            await self._handle(self._transports[named], scope, receive, send)
         else:
             await _error(404, INVALID_REQUEST, "Session not found")(scope, receive, send)
 
@@ -114,10 +118,20 @@ class _App:
 
         await self._group.start(self._serve, transport)
         try:
-            await transport.handle_request(scope, receive, watched)
+            await self._handle(transport, scope, receive, watched)
         finally:
             if status >= 400:  # no `initialize`: nothing has begun
                 await self._end(transport)
+
+    async def _handle(self, transport: StreamableHTTPServerTransport, scope: Scope, receive: Receive, send: Send) -> None:
+        done = anyio.Event()
+        posts = self._posts.setdefault(transport, set()) if scope["method"] == "POST" else set[anyio.Event]()
+        posts.add(done)
+        try:
+            await transport.handle_request(scope, receive, send)
+        finally:
+            posts.discard(done)
+            done.set()
 
     async def _serve(self, transport: StreamableHTTPServerTransport, *, task_status: TaskStatus[None]) -> None:
         identity = transport.mcp_session_id or ""
@@ -126,14 +140,24 @@ class _App:
             async with transport.connect() as (read, write):
                 task_status.started()
                 with transport.idle_scope or anyio.CancelScope():
-                    await self._session(read, write)
+                    try:
+                        await self._session(read, write)
+                    finally:
+                        await self._last_answers(transport)
         except ToolServerError as error:
             logger.warning("%s", error)
         finally:
             await self._end(transport)
 
+    async def _last_answers(self, transport: StreamableHTTPServerTransport) -> None:
+        """Leaving the transport would drop what it has not sent, such as why there is no session any more."""
+        with anyio.move_on_after(ANSWER_SECONDS):
+            for done in tuple(self._posts.get(transport, ())):
+                await done.wait()
+
     async def _end(self, transport: StreamableHTTPServerTransport) -> None:
         self._transports.pop(transport.mcp_session_id or "", None)
+        self._posts.pop(transport, None)
         if not transport.is_terminated:
             with anyio.CancelScope(shield=True):
                 await transport.terminate()

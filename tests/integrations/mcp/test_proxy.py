@@ -221,6 +221,77 @@ async def test_over_http_progress_and_questions_reach_the_host(server: ClientSer
     assert json.loads(result.content[0].text) == {"action": "decline"}  # type: ignore[union-attr]
 
 
+@asynccontextmanager
+async def through(kind: str, upstream: str, **environment: str) -> AsyncIterator[Any]:
+    """What a host connects to: the proxy of that URL, over stdio or HTTP."""
+    if kind == "stdio":
+        yield stdio_client(proxy_params([upstream], **environment))
+    else:
+        async with http_proxy(parse_server(upstream), **environment) as url:
+            yield url
+
+
+@pytest.mark.parametrize("mode", ["auto", "legacy"])
+@pytest.mark.parametrize("kind", ["stdio", "http"])
+async def test_an_sse_server_is_proxied_and_its_end_told(server: ClientServer, kind: str, mode: str) -> None:
+    model = await server.model()
+    with mcp_servers.everything_at("sse", mcp_servers.free_port()) as (upstream, process):
+        async with (
+            model.trajectory() as t,
+            through(kind, upstream, APPRENTICE_URL=server.url, APPRENTICE_TRAJECTORY=t.id) as way,
+            Client(way, mode=mode) as client,
+        ):
+            assert client.protocol_version == "2025-11-25"
+            assert "echo" in [tool.name for tool in (await client.list_tools()).tools]
+            assert (await client.call_tool("echo", {"message": "hi"})).content[0].text == "Echo: hi"  # type: ignore[union-attr]
+            waiting = asyncio.create_task(client.call_tool("trigger-long-running-operation", {"duration": 60, "steps": 1}))
+            while not server.stored(t.id).tool_events:  # noqa: ASYNC110  # the echo
+                await asyncio.sleep(0.05)
+            process.kill()
+            with pytest.raises(MCPError, match="has ended"):
+                await waiting
+    assert [(event.name, event.outcome) for event in server.stored(t.id).tool_events] == [
+        ("echo", "ok"),
+        ("trigger-long-running-operation", "server_lost"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode", "version"),
+    [
+        ("stdio", "auto", "2026-07-28"),
+        ("stdio", "2026-07-28", "2026-07-28"),
+        ("stdio", "legacy", "2025-11-25"),
+        ("http", "auto", "2025-11-25"),
+        ("http", "legacy", "2025-11-25"),
+    ],
+)
+async def test_hosts_of_either_protocol_reach_a_modern_server(server: ClientServer, kind: str, mode: str, version: str) -> None:
+    model = await server.model()
+    with mcp_servers.modern_at(mcp_servers.free_port()) as upstream:
+        async with (
+            model.trajectory() as t,
+            through(kind, upstream, APPRENTICE_URL=server.url, APPRENTICE_TRAJECTORY=t.id) as way,
+            Client(way, mode=mode) as client,
+        ):
+            assert client.protocol_version == version
+            assert [tool.name for tool in (await client.list_tools()).tools] == ["echo"]
+            assert (await client.call_tool("echo", {"message": "hi"})).content[0].text == "hi"  # type: ignore[union-attr]
+    assert [(event.name, event.outcome) for event in server.stored(t.id).tool_events] == [("echo", "ok")]
+
+
+async def test_over_http_a_host_that_will_have_no_handshake_is_told_the_versions(server: ClientServer) -> None:
+    model = await server.model()
+    plain = parse_server(shlex.join(mcp_servers.hostile("plain")))
+    async with (
+        http_proxy(plain, APPRENTICE_URL=server.url, APPRENTICE_POLICY=model.policy) as url,
+        Client(url, mode="2026-07-28") as client,
+    ):
+        with pytest.raises(MCPError, match="this proxy speaks the handshake versions") as refused:
+            await client.list_tools()
+    assert "2025-11-25" in refused.value.data["supported"]
+
+
 async def test_a_real_http_server_is_proxied_by_its_url(server: ClientServer, tmp_path: Path) -> None:
     """Proxy in front of a proxy: streamable HTTP on both sides."""
     model = await server.model()
@@ -268,6 +339,18 @@ async def test_a_server_that_does_not_start_is_one_sentence_for_the_host(server:
     while isinstance(error, ExceptionGroup):
         (error,) = error.exceptions
     assert str(error) == "the MCP server 'nowhere' cannot be started: there is no '/nowhere/server'"
+
+
+async def test_a_server_that_does_not_start_is_one_sentence_over_http_too(server: ClientServer) -> None:
+    for spec, says in (("/nowhere/server", "cannot be started: there is no '/nowhere/server'"), ("http://127.0.0.1:9/sse", "failed")):
+        async with http_proxy(parse_server(spec), APPRENTICE_URL=server.url, APPRENTICE_TRAJECTORY="trj-1") as url:
+            with pytest.raises(ExceptionGroup) as raised:
+                async with Client(url, mode="legacy"):
+                    pass
+        (error,) = raised.value.exceptions
+        while isinstance(error, ExceptionGroup):
+            (error,) = error.exceptions
+        assert says in str(error)
 
 
 async def test_a_server_that_dies_ends_the_proxy_and_the_calls_are_recorded(server: ClientServer) -> None:
