@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import re
 import shutil
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -28,7 +30,7 @@ from .reply import ToolReply
 from .results import cap_text, reply_of
 from .spec import WORKDIR, McpServer
 from .tools import McpTool
-from .transport import Frame, Observer, Recording
+from .transport import CHANGED, Frame, Observer, Recording
 from .turns import Turns
 
 if TYPE_CHECKING:
@@ -44,6 +46,9 @@ SPARE_SECONDS = 2.0
 OWNER_SECONDS = 0.5
 PING_SECONDS = 5.0
 TAIL_BYTES = 16_384
+_UNKNOWN_TOOL = re.compile(
+    r"\b(?:unknown|no such) tool\b|\btool\b.{0,140}\b(?:not found|unknown|not exist|no longer|disabled|unavailable)\b", re.IGNORECASE
+)
 
 _modes: dict[str, str] = {}
 """How each server of this process negotiates its protocol version, once that is known."""
@@ -78,6 +83,8 @@ class McpSession:
         self._cancel: Callable[[], None] | None = None
         self._tail = ""
         self._lost = ""
+        self._gone: dict[str, bool] = {}
+        """Tools that the server said it does not know, and whether it lists them no more."""
 
     # ---- what is known ------------------------------------------------------------------------------------------------
 
@@ -285,11 +292,19 @@ class McpSession:
         self.instructions = self._clean_text(client.instructions or "")
         for _ in range(LISTINGS):
             before = wire.observer.changes
-            wire.observer.listed.clear()
-            await self._pages(lambda cursor: client.list_tools(cursor=cursor), "the tool list")
+            unique = await self._listing(client, wire)
             if wire.observer.changes == before:
                 break  # else it changed while it was read: some servers add tools once they know their client
         wire.observer.settled = True
+        self.listed = len(unique)
+        admitted = [tool for tool in unique.values() if self.server.admits(tool.name)]
+        self.tools = tuple(tool for tool in admitted if not tool.hidden)
+        self.hidden = tuple(tool for tool in admitted if tool.hidden)
+
+    async def _listing(self, client: Client, wire: Wire) -> dict[str, McpTool]:
+        """What the server lists now, by name."""
+        wire.observer.listed.clear()
+        await self._pages(lambda cursor: client.list_tools(cursor=cursor), "the tool list")
         unique: dict[str, McpTool] = {}
         for entry in wire.observer.listed:
             tool = McpTool.from_listing(self.server.name, cast("JsonObject", self._clean(cast("JsonValue", entry))))
@@ -297,10 +312,26 @@ class McpSession:
             if first is not tool:
                 same = "twice" if first == tool else "twice, differently, and the first one was taken"
                 self._repairs.add(f"the tool {tool.name!r} is listed {same}")
-        self.listed = len(unique)
-        admitted = [tool for tool in unique.values() if self.server.admits(tool.name)]
-        self.tools = tuple(tool for tool in admitted if not tool.hidden)
-        self.hidden = tuple(tool for tool in admitted if tool.hidden)
+        return unique
+
+    async def _no_longer_listed(self, name: str) -> bool:
+        """Read the tool list again, once for each tool that the server listed and now says it does not know.
+
+        The newest protocol tells of changes only those who keep a stream open for them, and some servers tell nobody.
+        """
+        client, wire = self._client, self._wire
+        known = {tool.name: tool for tool in (*self.tools, *self.hidden)}
+        if name in self._gone or name not in known or client is None or wire is None:
+            return self._gone.get(name, False)
+        try:
+            async with asyncio.timeout(self.server.call_seconds), self._turns.take(alone=False):
+                now = await self._listing(client, wire)
+        except Exception:  # noqa: BLE001  # the boundary: then nothing is known, as before
+            return False
+        if known != {name: tool for name, tool in now.items() if self.server.admits(name)}:
+            self._repairs.add(CHANGED)
+        self._gone[name] = name not in now
+        return self._gone[name]
 
     async def _pages(self, page: Callable[[str | None], Awaitable[Any]], what: str) -> list[Any]:  # Any: the SDK's list results
         """All pages of a listing; [] if the server does not know the method."""
@@ -357,7 +388,11 @@ class McpSession:
         def ask(client: Client) -> Awaitable[Any]:
             return client.call_tool(tool, filled, read_timeout_seconds=limit)
 
-        return await self._ask(tool, arguments, ask, limit, alone=not self._may_join(tool))
+        reply = await self._ask(tool, arguments, ask, limit, alone=not self._may_join(tool))
+        unknown = reply.outcome in ("tool_error", "protocol_error") and _UNKNOWN_TOOL.search(reply.text)
+        if unknown and await self._no_longer_listed(tool):
+            return replace(reply, notes=(*reply.notes, "the server no longer lists this tool"))
+        return reply
 
     async def read_resource(self, uri: str, *, seconds: float | None = None) -> ToolReply:
         """The text of a resource; as `call`."""

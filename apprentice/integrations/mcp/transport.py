@@ -26,6 +26,7 @@ MEMORY = 4_000_000
 """Characters of messages that one session keeps; beyond it the oldest lose their payload."""
 MOST_FRAMES = 20_000
 LIST_CHANGED = "notifications/tools/list_changed"
+CHANGED = "the server changed its tool list during the session, and the one from its start was kept"
 ENVELOPE = 64
 """Weight of a message without its payload."""
 
@@ -126,7 +127,7 @@ class Observer:
     def _changed(self) -> None:
         self.changes += 1
         if self.settled:
-            self.repairs.add("the server changed its tool list during the session, and the one from its start was kept")
+            self.repairs.add(CHANGED)
 
     def _learn(self, method: str, result: dict[str, Any]) -> None:
         if method == "initialize":

@@ -101,6 +101,26 @@ async def test_servers_with_faults_that_can_be_put_right_work_and_the_repair_is_
         assert repair is None or any(repair in sentence for sentence in session.repairs)
 
 
+@pytest.mark.parametrize(("protocol", "outcome"), [("2026-07-28", "protocol_error"), ("2025-06-18", "tool_error")])
+async def test_a_change_of_the_tool_list_that_nobody_is_told_of_is_found_when_a_tool_is_gone(protocol: str, outcome: str) -> None:
+    async with McpSession(hostile("changes_tools_silently", protocol)) as session:
+        assert session.protocol == protocol
+
+        def listings() -> int:
+            return sum(frame.direction == "out" and frame.message["method"] == "tools/list" for frame in session.frames)
+
+        before = listings()
+        assert (await session.call("lamp", {})).text == "Tool not found: a lamp needs no tool"  # and is a result
+        assert (await session.call("never_listed", {})).outcome == outcome
+        assert (await session.call("first", {})).ok
+        assert (listings(), session.repairs) == (before, ())
+        replies = [await session.call("first", {}) for _ in range(2)]
+        assert {(reply.outcome, reply.notes) for reply in replies} == {(outcome, ("the server no longer lists this tool",))}
+        assert session.repairs == ("the server changed its tool list during the session, and the one from its start was kept",)
+        assert listings() == before + 1
+        assert [tool.name for tool in session.tools] == ["first", "lamp"]
+
+
 async def test_a_page_list_without_end_whose_cursors_are_all_new_is_cut() -> None:
     async with McpSession(hostile("endless_pages", "new")) as session:
         assert "reading stopped after 100" in session.repairs[0]
