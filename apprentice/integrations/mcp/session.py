@@ -290,6 +290,7 @@ class McpSession:
     async def _learn(self, client: Client, wire: Wire) -> None:
         self.protocol = client.protocol_version
         self.instructions = self._clean_text(client.instructions or "")
+        unique: dict[str, McpTool] = {}
         for _ in range(LISTINGS):
             before = wire.observer.changes
             unique = await self._listing(client, wire)
