@@ -170,8 +170,6 @@ def _fault(text: str) -> str | None:
 
 def _ask(text: str, arguments: JsonObject) -> tuple[list[str], str | None]:
     """The violations, and why the schema could not be asked."""
-    import re
-
     from jsonschema.exceptions import SchemaError, UnknownType
     from referencing.exceptions import Unresolvable
 
@@ -183,7 +181,7 @@ def _ask(text: str, arguments: JsonObject) -> tuple[list[str], str | None]:
     except Unresolvable as error:
         return [], f"the input schema refers to something outside itself: {_short(str(error))}"
     # A schema is the server's: keywords of a wrong type, broken patterns and endless recursion surface as these.
-    except (re.error, UnknownType, RecursionError, TypeError, ValueError, AttributeError, LookupError) as error:
+    except (UnknownType, RecursionError, TypeError, ValueError, AttributeError, LookupError) as error:
         return [], f"the input schema cannot be used: {type(error).__name__}: {_short(str(error))}"
 
 
@@ -193,10 +191,19 @@ def _validator(text: str) -> Any:  # Any: jsonschema's validator classes have no
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY  # pyright: ignore[reportMissingTypeStubs]
 
+    from .patterns import linear
+
+    if '"unevaluatedProperties"' in text and '"patternProperties"' in text:
+        raise ValueError("patternProperties are not judged beside unevaluatedProperties")
     schema = json.loads(text)
     kind: Any = validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
-    return kind(schema, registry=REGISTRY)  # the default registry would fetch a `$ref` to a URL
+    plain = json.loads(text, object_hook=_without_dialect)  # at each `$schema` jsonschema would change to its own class
+    return linear(kind)(plain, registry=REGISTRY)  # the default registry would fetch a `$ref` to a URL
+
+
+def _without_dialect(schema: JsonObject) -> JsonObject:
+    return {key: value for key, value in schema.items() if key != "$schema" or not isinstance(value, str)}
 
 
 def _sentence(error: ValidationError) -> str:

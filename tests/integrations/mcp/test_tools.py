@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jsonschema import Draft202012Validator
 
 from apprentice.integrations.mcp.schemas import MAX_NODES, parameters_of
 from apprentice.integrations.mcp.tools import McpTool, ToolSet
@@ -255,6 +256,58 @@ def test_a_schema_that_is_wrong_judges_nothing_and_is_named(schema: Any, fault: 
         assert len(tools.faults) == 1
         assert fault in tools.faults[0]
         assert "'t'" in tools.faults[0]
+
+
+SLOW = "^(a+)+$"
+LONG = "a" * 5_000 + "!"
+DRAFT = "https://json-schema.org/draft/2020-12/schema"
+
+
+@pytest.mark.parametrize(
+    ("schema", "arguments", "found"),
+    [
+        ({"properties": {"x": {"pattern": SLOW}}}, {"x": LONG}, 1),
+        ({"properties": {"x": {"pattern": SLOW}}}, {"x": "aaa"}, 0),
+        ({"properties": {"x": {"pattern": "a*a*a*a*a*a*b"}}}, {"x": LONG}, 1),
+        ({"properties": {"x": {"$schema": DRAFT, "pattern": SLOW}}}, {"x": LONG}, 1),
+        ({"$schema": DRAFT, "properties": {"x": {"$ref": "#"}}, "pattern": SLOW}, {"x": LONG}, 2),
+        ({"$schema": "http://json-schema.org/draft-07/schema#", "properties": {"x": {"pattern": SLOW}}}, {"x": LONG}, 1),
+        ({"patternProperties": {SLOW: {"type": "integer"}}, "additionalProperties": False}, {LONG: 1}, 1),
+        ({"patternProperties": {SLOW: {"type": "integer"}}, "additionalProperties": False}, {"aa": 1}, 0),
+        ({"patternProperties": {SLOW: {"type": "integer"}}}, {"aa": "1"}, 1),
+        ({"propertyNames": {"pattern": SLOW}}, {LONG: 1}, 1),
+        ({"patternProperties": {SLOW: {}}, "unevaluatedProperties": False}, {LONG: 1}, 0),
+        ({"properties": {"x": {"pattern": "(?=a)(a+)+$"}}, "required": ["y"]}, {"x": LONG}, 0),
+    ],
+    ids=str,
+)
+@pytest.mark.timeout(60)  # an engine that backtracks would not come to an end
+def test_no_pattern_of_a_server_takes_for_ever(schema: Any, arguments: Any, found: int) -> None:
+    """What cannot be judged by an engine that does not backtrack is not judged: the server will."""
+    one = tool("t", input_schema=schema)
+    assert len(ToolSet.build([one]).violations(one, arguments)) == found
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["ab", "b", "ca"]), st.integers(0, 2), max_size=3),
+    st.dictionaries(st.sampled_from(["a", "^b", "c$"]), st.sampled_from([{"minimum": 1}, {"type": "string"}, True]), max_size=2),
+    st.sampled_from([None, True, False, {"maximum": 1}]),
+)
+def test_arguments_are_judged_as_jsonschema_judges_them(arguments: Any, patterns: Any, additional: Any) -> None:
+    schema: Any = {
+        "type": "object",
+        "properties": {"b": {"maximum": 1}},
+        "patternProperties": patterns,
+        "propertyNames": {"pattern": "a|b"},
+    }
+    if additional is not None:
+        schema["additionalProperties"] = additional
+    one = tool("t", input_schema=schema)
+    found = [re.sub(r"^argument '\w+': ", "", sentence) for sentence in ToolSet.build([one]).violations(one, arguments)]
+    expected = list(Draft202012Validator(schema).iter_errors(arguments))
+    assert len(found) == len(expected)
+    assert {error.message for error in expected if error.validator != "additionalProperties"} <= set(found)  # it has other words
 
 
 def test_the_token_count_and_the_digest_follow_what_the_model_is_told() -> None:

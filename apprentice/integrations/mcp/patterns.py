@@ -1,0 +1,59 @@
+"""Regular expressions of schemas, matched in linear time: the patterns are a server's, and the texts a model's.
+
+Python's engine, which jsonschema asks, tries every way to match: a pattern like `^(a+)+$` stops the whole process on a text of
+forty characters. Pydantic brings Rust's engine, which cannot; it knows no look-around and no references to groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any
+
+from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
+
+
+def linear(kind: Any) -> Any:  # Any: jsonschema's validator classes have no common type
+    """A validator class like `kind` whose patterns are matched here. Judging raises ValueError at a pattern that is not known here.
+
+    `unevaluatedProperties` beside `patternProperties` is not covered.
+    """
+    from jsonschema import exceptions, validators
+
+    extend: Any = validators.extend
+
+    def pattern(validator: Any, wanted: str, instance: Any, _: Any) -> Iterator[Any]:
+        if validator.is_type(instance, "string") and not matches(wanted, instance):
+            yield exceptions.ValidationError(f"{instance!r} does not match {wanted!r}")
+
+    def pattern_properties(validator: Any, patterns: dict[str, Any], instance: Any, _: Any) -> Iterator[Any]:
+        for wanted, schema in patterns.items() if validator.is_type(instance, "object") else ():
+            for name, value in instance.items():
+                if matches(wanted, name):
+                    yield from validator.descend(value, schema, path=name, schema_path=wanted)
+
+    def additional_properties(validator: Any, allowed: Any, instance: Any, schema: dict[str, Any]) -> Iterator[Any]:
+        if validator.is_type(instance, "object"):
+            named, patterns = schema.get("properties", {}), schema.get("patternProperties", {})
+            others = {name: value for name, value in instance.items() if name not in named and not any(matches(p, name) for p in patterns)}
+            yield from kind.VALIDATORS["additionalProperties"](validator, allowed, others, {})
+
+    own = {"pattern": pattern, "patternProperties": pattern_properties, "additionalProperties": additional_properties}
+    return extend(kind, {name: judge for name, judge in own.items() if name in kind.VALIDATORS})
+
+
+def matches(pattern: str, text: str) -> bool:
+    """Whether `text` holds what `pattern` says, anywhere. ValueError for a pattern that only a backtracking engine can match."""
+    try:
+        _compiled(pattern).validate_python(text)
+    except ValidationError:
+        return False
+    return True
+
+
+@lru_cache(maxsize=1024)
+def _compiled(pattern: str) -> SchemaValidator:
+    try:
+        return SchemaValidator(core_schema.str_schema(pattern=pattern, strict=True))
+    except SchemaError as error:
+        raise ValueError(f"the pattern {pattern!r} cannot be matched in linear time") from error
