@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
+
+from pydantic import JsonValue
 
 from .environment import SessionPool
+from .schemas import schema_fault
 from .spec import McpServer
 from .tools import McpTool, ToolSet
 
@@ -79,6 +82,8 @@ def oddities(tool: McpTool) -> list[str]:
     for name, schema in parameters.items():
         if isinstance(schema, dict) and "default" in schema and schema["default"] is None and schema.get("type") not in (None, "null"):
             found.append(f"default of {name} is null against its type")
+    if fault := schema_fault(cast("JsonValue", raw)):
+        found.append(f"{fault}, so arguments are not checked before a call")
     return found
 
 

@@ -20,8 +20,6 @@ def linear(kind: Any) -> Any:  # Any: jsonschema's validator classes have no com
     """
     from jsonschema import exceptions, validators
 
-    extend: Any = validators.extend
-
     def pattern(validator: Any, wanted: str, instance: Any, _: Any) -> Iterator[Any]:
         if validator.is_type(instance, "string") and not matches(wanted, instance):
             yield exceptions.ValidationError(f"{instance!r} does not match {wanted!r}")
@@ -39,7 +37,8 @@ def linear(kind: Any) -> Any:  # Any: jsonschema's validator classes have no com
             yield from kind.VALIDATORS["additionalProperties"](validator, allowed, others, {})
 
     own = {"pattern": pattern, "patternProperties": pattern_properties, "additionalProperties": additional_properties}
-    return extend(kind, {name: judge for name, judge in own.items() if name in kind.VALIDATORS})
+    known = {name: judge for name, judge in own.items() if name in kind.VALIDATORS}
+    return validators.extend(kind, known)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
 
 
 def matches(pattern: str, text: str) -> bool:

@@ -232,8 +232,8 @@ def _safe(text: str) -> str:
     return short[:32] or "server"
 
 
-def parse_server(text: str, *, config: Path | None = None, **options: Any) -> McpServer:  # Any: fields of McpServer, checked by it
-    """The server that `text` means: a URL, a command line, `FILE.json` with one entry, `FILE.json:NAME`, or a name in `config`.
+def parse_server(text: str, **options: Any) -> McpServer:  # Any: fields of McpServer, checked by it
+    """The server that `text` means: a URL, a command line, `FILE.json` with one entry, or `FILE.json:NAME`.
 
     `options` are fields of McpServer and win over what the file says; `env` and `headers` are joined. Raises ConfigError.
     """
@@ -242,7 +242,7 @@ def parse_server(text: str, *, config: Path | None = None, **options: Any) -> Mc
     text = text.strip()
     if not text:
         raise ConfigError("a server is a command line, a URL or FILE.json:NAME, got an empty text", param="server")
-    reference = (config, text) if config is not None else split_reference(text)
+    reference = split_reference(text)
     if reference is not None:
         base = entries_of(reference[0], reference[1])
     elif re.match(r"https?://", text):
@@ -255,21 +255,9 @@ def parse_server(text: str, *, config: Path | None = None, **options: Any) -> Mc
     for key in ("env", "headers"):
         if options.get(key) and base.get(key):
             options[key] = {**base[key], **options[key]}
-    return server_of_fields({**base, **options})
-
-
-def server_of_fields(fields: dict[str, Any], where: str = "") -> McpServer:
-    """McpServer from its fields; ConfigError names the wrong one."""
     try:
-        return McpServer(**fields)
+        return McpServer(**{**base, **options})
     except ValidationError as cause:
         error = cause.errors(include_url=False, include_input=False)[0]
         field = ".".join(str(part) for part in error["loc"]) or "server"
-        raise ConfigError(f"{where or 'a server'}: the field {field!r} is wrong: {error['msg']}", param=field) from cause
-
-
-def servers_from_config(path: Path) -> dict[str, McpServer]:
-    """All servers of an `mcpServers` file, by the names they have there. ConfigError names the key and its line."""
-    from .config_file import read_config
-
-    return {name: server_of_fields(fields, f"{path}, server {name!r}") for name, fields in read_config(path).items()}
+        raise ConfigError(f"a server: the field {field!r} is wrong: {error['msg']}", param=field) from cause

@@ -17,7 +17,7 @@ from typing import cast
 from pydantic import JsonValue
 
 from ...core.records import JsonObject
-from .schemas import parameters_of, schema_fault, violations
+from .schemas import parameters_of, violations
 
 MAX_NAME = 64
 CHARS_PER_TOKEN = 4
@@ -133,12 +133,6 @@ class ToolSet:
     def violations(self, tool: McpTool, arguments: JsonValue) -> list[str]:
         """What is wrong with the arguments by the tool's raw schema, one sentence each; [] if that schema is itself wrong."""
         return violations(cast("JsonValue", tool.input_schema), arguments)
-
-    @property
-    def faults(self) -> list[str]:
-        """Tools whose schema cannot judge arguments, one sentence each."""
-        found = [(tool, schema_fault(cast("JsonValue", tool.input_schema))) for tool in self.tools]
-        return [f"{tool.server}: tool {tool.name!r}: {fault}" for tool, fault in found if fault]
 
 
 def _function(name: str, tool: McpTool) -> JsonObject:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from apprentice.core.errors import ConfigError
 from apprentice.integrations.mcp.config_file import lines_of
 from apprentice.integrations.mcp.redaction import MARK, Redactor, guarded_logs
-from apprentice.integrations.mcp.spec import McpServer, SetupCall, parse_server, servers_from_config
+from apprentice.integrations.mcp.spec import McpServer, SetupCall, parse_server
 
 CLAUDE = """{
   "mcpServers": {
@@ -69,7 +69,7 @@ def test_commands_get_a_process_per_rollout_and_urls_a_session() -> None:
 
 
 def test_an_mcp_servers_file_as_hosts_have_it_is_understood(claude: Path) -> None:
-    servers = servers_from_config(claude)
+    servers = {name: parse_server(f"{claude}:{name}") for name in ("files", "my search", "old")}
     assert {name: (server.name, server.transport) for name, server in servers.items()} == {
         "files": ("files", "stdio"),
         "my search": ("my-search", "http"),
@@ -78,7 +78,7 @@ def test_an_mcp_servers_file_as_hosts_have_it_is_understood(claude: Path) -> Non
     assert servers["files"].command == ("npx", "-y", "@modelcontextprotocol/server-filesystem", "{workdir}")
     for text in (f"{claude}:files", f"{claude}#files"):
         assert parse_server(text, env={"MORE": "1"}).env == {"LEVEL": "debug", "MORE": "1"}
-    assert parse_server("my search", config=claude).url == "https://search.example.com/mcp"
+    assert servers["my search"].url == "https://search.example.com/mcp"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +109,7 @@ def test_a_malformed_file_is_one_sentence_with_key_and_line(tmp_path: Path, body
     path = tmp_path / "servers.json"
     path.write_text(body)
     with pytest.raises(ConfigError) as caught:
-        servers_from_config(path)
+        parse_server(f"{path}:a")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
 
