@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import JsonValue
@@ -49,7 +49,7 @@ async def write_run_report(
         },
         bars=tuple(_bar(name, point.evaluation) for name, point in shown.items()),
         curves=tuple(Curve(name=title, points=tuple(metrics.column(name))) for name, title in CURVES.items()),
-        samples=tuple([await _sample(model, scenario, shown) for scenario in scenarios[:SAMPLES]] if shown else []),
+        samples=tuple([await sample_of(model, scenario, shown) for scenario in scenarios[:SAMPLES]] if shown else []),
     )
     return write_report(folder, report)
 
@@ -91,7 +91,8 @@ def _bar(name: str, found: Evaluation) -> Bar:
     return Bar(name=name, mean=found.mean, low=found.ci95[0], high=found.ci95[1], n=found.n, note="; ".join(notes))
 
 
-async def _sample(model: TrainableModel, scenario: Scenario, shown: dict[str, EvaluationPoint]) -> Sample:
+async def sample_of(model: TrainableModel, scenario: Scenario, shown: Mapping[str, EvaluationPoint]) -> Sample:
+    """What became of one scenario in each of the evaluations, side by side."""
     texts: dict[str, str] = {}
     rewards: dict[str, float | None] = {}
     for name, point in shown.items():

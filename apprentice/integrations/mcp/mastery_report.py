@@ -8,16 +8,14 @@ from pathlib import Path
 
 from pydantic import JsonValue
 
-from ...core.client.evaluate import Evaluation, interval
+from ...core.client.evaluate import interval
 from ...core.client.loop import LoopResult
 from ...core.client.model import TrainableModel
-from ...core.client.run_report import transcript
+from ...core.client.run_report import sample_of
 from ...core.client.run_state import EvaluationPoint, RunState
-from ...core.client.values import sentence
-from ...core.errors import ApprenticeError
 from ...core.records import JsonObject, Record, Scenario
 from ...core.tracking.local import JsonlMetrics
-from ...core.tracking.report import Bar, Breakdown, Curve, Report, Sample, render_html, write_whole
+from ...core.tracking.report import Bar, Breakdown, Curve, Report, render_html, write_whole
 from .spec import McpServer
 
 SAMPLES = 6
@@ -88,6 +86,7 @@ async def write_mastery_report(
         adapter=str(adapter) if adapter.is_dir() else None,
         settings=settings,
     )
+    compared = {NAMES[name]: points[name] for name in ("before", "after")}
     page = Report(
         title=f"Mastery of {', '.join(report.servers)} by {report.base_model}",
         summary=(_headline(report), f"The run ended because {report.stopped or 'it was asked to'}."),
@@ -95,7 +94,7 @@ async def write_mastery_report(
         bars=tuple(_bar(NAMES[name], _success(point.evaluation.values.values())) for name, point in points.items()),
         breakdowns=(_breakdown("Success by tool", report.per_tool), _breakdown("Success by kind of task", report.per_difficulty)),
         curves=_curves(out / "run" / "metrics.jsonl"),
-        samples=tuple([await _sample(model, scenario, points) for scenario in _telling(test, points)]),
+        samples=tuple([await sample_of(model, scenario, compared) for scenario in _telling(test, points)]),
     )
     write_whole(out / "report.json", report.model_dump_json(indent=2))
     write_whole(out / "report.html", render_html(page))
@@ -187,17 +186,3 @@ def _telling(test: Sequence[Scenario], points: dict[str, EvaluationPoint]) -> li
     learned = [scenario for scenario in ranked if gain(scenario) > 0][: SAMPLES - 2]
     failed = [scenario for scenario in ranked if after.get(scenario.id, 0.0) < 1.0][: SAMPLES - len(learned)]
     return learned + [scenario for scenario in failed if scenario not in learned]
-
-
-async def _sample(model: TrainableModel, scenario: Scenario, points: dict[str, EvaluationPoint]) -> Sample:
-    texts: dict[str, str] = {}
-    rewards: dict[str, float | None] = {}
-    for name in ("before", "after"):
-        found: Evaluation = points[name].evaluation
-        rewards[NAMES[name]] = found.values.get(scenario.id)
-        trajectory = found.trajectories.get(scenario.id)
-        try:
-            texts[NAMES[name]] = transcript(await model.fetch(trajectory)) if trajectory else "(no finished rollout)"
-        except ApprenticeError as error:
-            texts[NAMES[name]] = f"(the transcript could not be read: {sentence(error)})"
-    return Sample(title=str(scenario.input)[:200], texts=texts, rewards=rewards)

@@ -12,7 +12,6 @@ from support import mcp_servers
 from support.client_server import ClientServer, client_server
 from support.tiny_models import tiny_tokenizer
 
-from apprentice import TrainConfig
 from apprentice.core.engines.protocol import PolicyVersion
 from apprentice.core.errors import ConfigError
 from apprentice.core.records import SamplingParams, Scenario
@@ -96,8 +95,9 @@ async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(serv
     page = (out / "report.html").read_text()
     assert "Success by tool" in page
     assert "do not overlap" in page
+    assert page.count("<h4>before · reward 0</h4>") == page.count("<h4>after GRPO · reward 1</h4>") == len(test)
     jobs = len(server.jobs.requests)
-    roomier = SMALL.model_copy(update={"train": TrainConfig(learning_rate=4e-4, activation_memory_gib=5.0)})
+    roomier = SMALL.model_copy(update={"train": SMALL.train.model_copy(update={"activation_memory_gib": 5.0})})
     assert _keep_settings(out, roomier, [calculator()]) == SMALL  # else a job submitted before a kill would not be found again
     assert (await master([calculator()], SMALL, out, url=server.url, progress=False)).after == report.after
     assert len(server.jobs.requests) == jobs
