@@ -209,7 +209,8 @@ def show_report(report: MasteryReport, out: Path) -> None:
             escape(tool), *(f"{row[name].success:.0%} (n = {row[name].n})" if name in row else "" for name in ("before", "after"))
         )
     console.print(tools)
-    console.print(f"The adapter, in plain PEFT format: {report.adapter or 'on the server'}", soft_wrap=True)
+    origin = f" ({report.adapter_origin})" if report.adapter_origin else ""
+    console.print(f"The adapter{origin}, in plain PEFT format: {report.adapter or 'on the server'}", soft_wrap=True)
     console.print(f"The report, with curves and transcripts: {out / 'report.html'}", soft_wrap=True)
     console.print("The gain is significant." if report.gained else "No significant gain: the intervals before and after overlap.")
 

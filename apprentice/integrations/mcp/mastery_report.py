@@ -48,12 +48,23 @@ class MasteryReport(Record):
     test_scenarios: int
     stopped: str
     adapter: str | None
+    adapter_step: int | None = None
+    """The policy step that `adapter` is of: that of the best evaluation, the last one if none was better than before. None: untrained."""
+    adapter_stage: str | None = None
+    """Which of `before`, `warmup` and `after` evaluated that step; None if it was an evaluation between them."""
     settings: JsonObject
 
     @property
     def gained(self) -> bool:
         """Whether the intervals before and after lie apart."""
         return self.after.ci95[0] > self.before.ci95[1]
+
+    @property
+    def adapter_origin(self) -> str:
+        """Where the adapter comes from, in words; "" if there is none."""
+        if self.adapter_step is None:
+            return ""
+        return f"policy step {self.adapter_step}, {NAMES[self.adapter_stage] if self.adapter_stage else 'during GRPO'}"
 
 
 async def write_mastery_report(
@@ -69,6 +80,7 @@ async def write_mastery_report(
     state = RunState.load(out / "run")
     points = _shown(result.evaluations)
     adapter = out / "adapter"
+    step = result.best_step or result.policy_step or None
     report = MasteryReport(
         servers=tuple(server.name for server in servers),
         policy=model.policy,
@@ -84,6 +96,8 @@ async def write_mastery_report(
         test_scenarios=len(test),
         stopped=result.stopped,
         adapter=str(adapter) if adapter.is_dir() else None,
+        adapter_step=step,
+        adapter_stage=next((name for name, point in points.items() if point.policy_step == step), None),
         settings=settings,
     )
     compared = {NAMES[name]: points[name] for name in ("before", "after")}
@@ -153,6 +167,7 @@ def _facts(report: MasteryReport, servers: Sequence[McpServer]) -> dict[str, Jso
         "scenarios": f"{report.train_scenarios} to train, {report.test_scenarios} held out",
         "seconds": report.seconds,
         "adapter": report.adapter,
+        "adapter is of": report.adapter_origin,
         "settings": json.dumps(report.settings, ensure_ascii=False),
     }
 

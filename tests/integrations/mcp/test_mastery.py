@@ -16,6 +16,7 @@ from apprentice.core.engines.protocol import PolicyVersion
 from apprentice.core.errors import ConfigError
 from apprentice.core.records import SamplingParams, Scenario
 from apprentice.core.wire import GrpoJob, SftJob
+from apprentice.integrations.mcp.commands import show_report
 from apprentice.integrations.mcp.environment import SessionPool
 from apprentice.integrations.mcp.mastery import MasterySettings, _keep_settings, data_paths, make_scenarios, master
 from apprentice.integrations.mcp.mastery_report import MasteryReport
@@ -71,7 +72,9 @@ def calculator() -> McpServer:
     return parse_server(shlex.join(mcp_servers.argv("calculator")), isolation="shared")
 
 
-async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(server: ClientServer, pupil: Pupil, tmp_path: Path) -> None:
+async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(
+    server: ClientServer, pupil: Pupil, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     out = tmp_path / "out"
     async with SessionPool([calculator()]) as pool:
         train, test = await make_scenarios(pool, count=SMALL.scenarios, held_out=SMALL.held_out, progress=False)
@@ -95,6 +98,11 @@ async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(serv
     page = (out / "report.html").read_text()
     assert "Success by tool" in page
     assert "do not overlap" in page
+    # The warm-up's adapter already solves everything, and what is no better does not take its place.
+    assert (report.adapter_step, report.adapter_stage) == (1, "warmup")
+    assert "policy step 1, after the warm-up" in page
+    show_report(report, out)
+    assert "The adapter (policy step 1, after the warm-up), in plain PEFT format" in capsys.readouterr().out
     assert page.count("<h4>before · reward 0</h4>") == page.count("<h4>after GRPO · reward 1</h4>") == len(test)
     jobs = len(server.jobs.requests)
     roomier = SMALL.model_copy(update={"train": SMALL.train.model_copy(update={"activation_memory_gib": 5.0})})
