@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import sqlite3
@@ -129,6 +130,25 @@ def test_help_fits_one_screen(run: Run, monkeypatch: pytest.MonkeyPatch, command
     assert (code, err) == (0, "")
     assert f"Usage: apprentice {command}".strip() in out
     assert len(out.splitlines()) <= 24, out
+
+
+@pytest.mark.parametrize(
+    ("command", "panels"),
+    [
+        ("master", ["Arguments", "Options", "Scenarios", "Training", "Server"]),
+        ("scenarios", ["Arguments", "Options", "Scenarios", "Server"]),
+        ("inspect", ["Arguments", "Options", "Server"]),
+        ("proxy", ["Arguments", "Options", "Server"]),
+    ],
+)
+def test_help_of_commands_with_many_options_has_them_in_panels_one_line_each(
+    run: Run, monkeypatch: pytest.MonkeyPatch, command: str, panels: list[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    _, out, _ = run("mcp", command, "--help")
+    assert re.findall(r"^╭─ (\w+) ─", out, re.MULTILINE) == panels
+    rows = [line for line in out.splitlines() if line.startswith("│")]
+    assert [row for row in rows if not row.startswith(("│ --", "│ *"))] == []
 
 
 def test_the_bare_command_shows_its_help(run: Run) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,15 +21,21 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="MCP servers as training grounds.")
 
-ServerArgument = Annotated[str, typer.Argument(metavar="SERVER", help="A command, a URL, or FILE.json:NAME of an mcpServers file.")]
-Isolation = Annotated[str | None, typer.Option(metavar="KIND", help="process, session, or shared (stateless servers).")]
-Fixture = Annotated[Path | None, typer.Option(metavar="DIR", help="Copied into every rollout's {workdir}.")]
-Env = Annotated[list[str] | None, typer.Option("--env", metavar="K=V", help="For the server; may be repeated.")]
-Header = Annotated[list[str] | None, typer.Option("--header", metavar="K:V", help="For a URL; may be repeated.")]
-Bearer = Annotated[str | None, typer.Option(metavar="VAR", help="Environment variable with a bearer token.")]
-Allow = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Only these tools; may be repeated.")]
-RealData = Annotated[bool, typer.Option("--real-data", help="The server may change what its command points at.")]
-Deny = Annotated[list[str] | None, typer.Option(metavar="GLOB", help="Not these tools; may be repeated.")]
+# Options of a command, in panels of its help.
+server_option = partial(typer.Option, rich_help_panel="Server")
+scenario_option = partial(typer.Option, rich_help_panel="Scenarios")
+training_option = partial(typer.Option, rich_help_panel="Training")
+
+ServerArgument = Annotated[str, typer.Argument(metavar="SERVER", help="A command, a URL, or FILE.json:NAME.")]
+Isolation = Annotated[str | None, server_option(metavar="KIND", help="process, session, or shared (stateless servers).")]
+Fixture = Annotated[Path | None, server_option(metavar="DIR", help="Copied into every rollout's {workdir}.")]
+Env = Annotated[list[str] | None, server_option("--env", metavar="K=V", help="For the server; may be repeated.")]
+Header = Annotated[list[str] | None, server_option("--header", metavar="K:V", help="For a URL; may be repeated.")]
+Bearer = Annotated[str | None, server_option(metavar="VAR", help="Environment variable with a bearer token.")]
+Allow = Annotated[list[str] | None, server_option(metavar="GLOB", help="Only these tools; may be repeated.")]
+Deny = Annotated[list[str] | None, server_option(metavar="GLOB", help="Not these tools; may be repeated.")]
+RealData = Annotated[bool, server_option("--real-data", help="It may change what its command points at.")]
+Generator = Annotated[str | None, scenario_option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")]
 
 
 def server_of(
@@ -91,9 +98,9 @@ def inspect(
 def scenarios(
     server: ServerArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="For train.jsonl and test.jsonl.")] = Path("scenarios"),
-    count: Annotated[int, typer.Option(metavar="N", min=4, help="To train on.")] = 144,
-    held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
-    generator: Annotated[str | None, typer.Option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")] = None,
+    count: Annotated[int, scenario_option(metavar="N", min=4, help="To train on.")] = 144,
+    held_out: Annotated[int, scenario_option(metavar="N", min=2, help="To evaluate on.")] = 48,
+    generator: Generator = None,
     seed: int = 0,
     real_data: RealData = False,
     isolation: Isolation = None,
@@ -128,22 +135,22 @@ def scenarios(
 @app.command()
 def master(
     server: ServerArgument,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="Everything of the run; the same folder resumes.")] = Path("mastery"),
-    base_model: Annotated[str, typer.Option(metavar="NAME")] = "smollm2-135m",
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="GRPO steps.")] = 8,
-    scenario_count: Annotated[int, typer.Option("--scenarios", metavar="N", min=4, help="To train on.")] = 144,
-    held_out: Annotated[int, typer.Option(metavar="N", min=2, help="To evaluate on.")] = 48,
-    demonstrations: Annotated[int, typer.Option(metavar="N", min=0, help="Reference runs shown first.")] = 64,
-    epochs: Annotated[int, typer.Option(metavar="N", min=1, help="Over the demonstrations.")] = 1,
-    batch_size: Annotated[int, typer.Option(metavar="N", min=1, help="Demonstrations per step of the warm-up.")] = 4,
-    learning_rate: Annotated[float, typer.Option(metavar="X", min=0, help="Of GRPO.")] = 4e-4,
-    group_size: Annotated[int, typer.Option(metavar="N", min=2)] = 8,
-    groups_per_step: Annotated[int, typer.Option(metavar="N", min=1)] = 4,
-    memory_gib: Annotated[float | None, typer.Option(metavar="GIB", help="For activations; more is faster.")] = None,
-    target: Annotated[float | None, typer.Option(metavar="SHARE", help="Stop at this success.")] = None,
-    generator: Annotated[str | None, typer.Option(metavar="MODEL", help="Also invents tasks.")] = None,
-    url: Annotated[str | None, typer.Option(metavar="URL", help="Of a server; default: start one.")] = None,
+    out: Annotated[Path, typer.Option(metavar="DIR", help="The same folder resumes.")] = Path("mastery"),
+    url: Annotated[str | None, typer.Option(metavar="URL", help="Of an Apprentice server; default: start one.")] = None,
     seed: int = 0,
+    scenario_count: Annotated[int, scenario_option("--scenarios", metavar="N", min=4, help="To train on.")] = 144,
+    held_out: Annotated[int, scenario_option(metavar="N", min=2, help="To evaluate on.")] = 48,
+    generator: Generator = None,
+    base_model: Annotated[str, training_option(metavar="NAME")] = "smollm2-135m",
+    demonstrations: Annotated[int, training_option(metavar="N", min=0, help="Reference runs shown first.")] = 64,
+    epochs: Annotated[int, training_option(metavar="N", min=1, help="Over the demonstrations.")] = 1,
+    batch_size: Annotated[int, training_option(metavar="N", min=1, help="Demonstrations at a time.")] = 4,
+    steps: Annotated[int, training_option(metavar="N", min=1, help="Of GRPO.")] = 8,
+    group_size: Annotated[int, training_option(metavar="N", min=2, help="Attempts at a scenario.")] = 8,
+    groups_per_step: Annotated[int, training_option(metavar="N", min=1, help="Scenarios in a step.")] = 4,
+    learning_rate: Annotated[float, training_option(metavar="X", min=0, help="Of GRPO.")] = 4e-4,
+    target: Annotated[float | None, training_option(metavar="SHARE", help="Stop at this success.")] = None,
+    memory_gib: Annotated[float | None, training_option(metavar="GIB", help="For activations; more is faster.")] = None,
     real_data: RealData = False,
     isolation: Isolation = None,
     fixture: Fixture = None,
