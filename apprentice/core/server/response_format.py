@@ -7,6 +7,7 @@ import re
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from ..errors import InvalidRequest
+from ..patterns import backtracking, linear, without_dialect
 from ..records import JsonObject
 
 if TYPE_CHECKING:
@@ -22,11 +23,17 @@ def check_format(wanted: JsonObject | None) -> None:
 
     try:
         Draft202012Validator.check_schema(schema)
+        unknown = [*backtracking(schema)]
     except (SchemaError, re.error, RecursionError) as cause:
         reason = getattr(cause, "message", str(cause))
         raise InvalidRequest(
             f"`response_format.json_schema.schema` is not a valid JSON Schema: {reason}", param="response_format.json_schema.schema"
         ) from None
+    if unknown:
+        raise InvalidRequest(
+            f"`response_format.json_schema.schema` has the pattern {unknown[0]!r}; look-around and references to groups are not supported",
+            param="response_format.json_schema.schema",
+        )
 
 
 def schema_of(wanted: JsonObject | None) -> Any:
@@ -65,7 +72,7 @@ def _validator(schema: Any) -> Draft202012Validator:
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    return Draft202012Validator(schema, registry=Registry())
+    return linear(Draft202012Validator)(without_dialect(schema), registry=Registry())
 
 
 def _not_json(constant: str) -> NoReturn:

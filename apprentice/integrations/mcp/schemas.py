@@ -191,19 +191,14 @@ def _validator(text: str) -> Any:  # Any: jsonschema's validator classes have no
     from jsonschema.validators import validator_for
     from jsonschema_specifications import REGISTRY  # pyright: ignore[reportMissingTypeStubs]
 
-    from .patterns import linear
+    from ...core.patterns import linear, without_dialect
 
     if '"unevaluatedProperties"' in text and '"patternProperties"' in text:
         raise ValueError("patternProperties are not judged beside unevaluatedProperties")
     schema = json.loads(text)
     kind: Any = validator_for(schema, default=Draft202012Validator)
     kind.check_schema(schema)
-    plain = json.loads(text, object_hook=_without_dialect)  # at each `$schema` jsonschema would change to its own class
-    return linear(kind)(plain, registry=REGISTRY)  # the default registry would fetch a `$ref` to a URL
-
-
-def _without_dialect(schema: JsonObject) -> JsonObject:
-    return {key: value for key, value in schema.items() if key != "$schema" or not isinstance(value, str)}
+    return linear(kind)(without_dialect(schema), registry=REGISTRY)  # the default registry would fetch a `$ref` to a URL
 
 
 def _sentence(error: ValidationError) -> str:

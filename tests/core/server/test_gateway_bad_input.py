@@ -100,6 +100,16 @@ def test_a_schema_that_cannot_be_applied_to_a_reply_is_told_in_the_reply(tmp_pat
         assert small.ledger.counts().completions == 1
 
 
+def test_a_pattern_that_would_never_end_under_backtracking_is_matched_at_once(tmp_path: Path) -> None:
+    wanted = {
+        "type": "json_schema",
+        "json_schema": {"schema": {"$schema": "https://json-schema.org/draft/2020-12/schema", "pattern": "^(a+)+$"}},
+    }
+    with small_server(tmp_path, reply=json.dumps("a" * 200 + "b")) as small:
+        choice = send(small, chat(response_format=wanted)).json()["choices"][0]
+        assert "does not match '^(a+)+$'" in choice["parse_error"]
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_error_that_nobody_foresaw_is_told_in_the_same_form(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool) -> None:
     def broken(*_: object) -> None:
@@ -195,6 +205,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "wrong"}}}}, "response_format.json_schema.schema"),
     ({"response_format": {"type": "json_schema", "json_schema": {"schema": {"pattern": "("}}}}, "response_format.json_schema.schema"),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"items": {"pattern": "(?=a)b"}}}}},
+        "response_format.json_schema.schema",
+    ),
     ({"frequency_penalty": 0.5}, "frequency_penalty"),
     ({"presence_penalty": -1}, "presence_penalty"),
     ({"logit_bias": {"5": 1}}, "logit_bias"),

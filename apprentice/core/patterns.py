@@ -1,4 +1,4 @@
-"""Regular expressions of schemas, matched in linear time: the patterns are a server's, and the texts a model's.
+"""Regular expressions of JSON Schemas, matched in linear time: the patterns are a stranger's, and the texts a model's.
 
 Python's engine, which jsonschema asks, tries every way to match: a pattern like `^(a+)+$` stops the whole process on a text of
 forty characters. Pydantic brings Rust's engine, which cannot; it knows no look-around and no references to groups.
@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any
 
+from pydantic import JsonValue
 from pydantic_core import SchemaError, SchemaValidator, ValidationError, core_schema
 
 
@@ -39,6 +40,39 @@ def linear(kind: Any) -> Any:  # Any: jsonschema's validator classes have no com
     own = {"pattern": pattern, "patternProperties": pattern_properties, "additionalProperties": additional_properties}
     known = {name: judge for name, judge in own.items() if name in kind.VALIDATORS}
     return validators.extend(kind, known)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+def without_dialect(schema: JsonValue) -> JsonValue:
+    """The schema without any `$schema`: at each of them jsonschema would change from the class of `linear` to one of its own."""
+    if isinstance(schema, list):
+        return [without_dialect(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    return {key: without_dialect(value) for key, value in schema.items() if key != "$schema" or not isinstance(value, str)}
+
+
+def backtracking(schema: JsonValue) -> Iterator[str]:
+    """The patterns in a schema that cannot be matched here."""
+    if isinstance(schema, list):
+        for item in schema:
+            yield from backtracking(item)
+    if not isinstance(schema, dict):
+        return
+    named = schema.get("patternProperties")
+    wanted = [schema.get("pattern"), *(named if isinstance(named, dict) else ())]
+    for pattern in wanted:
+        if isinstance(pattern, str) and not _known(pattern):
+            yield pattern
+    for value in schema.values():
+        yield from backtracking(value)
+
+
+def _known(pattern: str) -> bool:
+    try:
+        _compiled(pattern)
+    except ValueError:
+        return False
+    return True
 
 
 def matches(pattern: str, text: str) -> bool:
