@@ -67,9 +67,9 @@ class MasterySettings(Record):
     """Candidates kept for training."""
     held_out: Annotated[int, Field(ge=2)] = 48
     """Scenarios of the evaluation, at most."""
-    demonstrations: Annotated[int, Field(ge=0)] = 64
+    demonstrations: Annotated[int, Field(ge=0)] = 80
     """Reference runs shown before GRPO; 0: none."""
-    steps: Count = 8
+    steps: Count = 10
     group_size: Annotated[int, Field(ge=2)] = 8
     groups_per_step: Count = 4
     max_turns: Count = 4
