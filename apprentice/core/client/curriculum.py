@@ -15,6 +15,10 @@ LEAST = 0.04
 """The weight of what is solved always or never. Not zero, because rates move, and what was learned must be kept."""
 
 
+DIFFICULTY = "difficulty"
+"""`metadata.purpose` of the attempts that measure it."""
+
+
 def _by_itself(scenario: Scenario) -> str:
     return scenario.id
 
@@ -25,10 +29,13 @@ class Curriculum:
 
     `metric`: of a rollout, 1 where it solved its scenario and 0 where not (or between). `sort`: names the sort of a scenario;
     one that was not tried yet counts as solved as often as the others of its sort. Default: no two are of one sort.
+    `attempts`: of the base model at every scenario, before all training; they are left out if the evaluation before found
+    that it solves nothing. Later a scenario's rate is that of its latest group.
     """
 
     metric: str
     sort: Callable[[Scenario], str] = _by_itself
+    attempts: int = 0
 
     def weights(self, scenarios: Sequence[Scenario], solve_rates: Mapping[str, float]) -> list[float]:
         """Positive; highest for p = 1/2, and for sorts of which nothing was tried yet. `solve_rates`: by scenario id."""

@@ -22,7 +22,7 @@ from ..records import JsonObject, Record, Scenario, TrainResult, Trajectory, Tra
 from ..tracking.local import JsonlMetrics
 from ..tracking.metrics import TOKENS_TRAINED
 from ..wire import Demonstration, GrpoJob, RewardUpdate
-from .curriculum import Curriculum, drawn, drawn_by_weight
+from .curriculum import DIFFICULTY, Curriculum, drawn, drawn_by_weight
 from .evaluate import EVALUATION, RewardFunction, apply_reward, summarise
 from .gather import GatherSettings, GroupPlan, Member, Rollout, run_plans
 from .model import TrainableModel, rewarded
@@ -166,6 +166,7 @@ class TrainingLoop:
     def _phases(self) -> dict[str, Callable[[RunState], Awaitable[RunState]]]:
         return {
             "baseline": self._baseline,
+            "difficulty": self._difficulty,
             "warmup": self._warmup,
             "warmed": self._warmed,
             "rollouts": self._rollouts,
@@ -208,7 +209,16 @@ class TrainingLoop:
 
     async def _baseline(self, state: RunState) -> RunState:
         state = await self._evaluated(state, "before") if self.eval_scenarios else state
-        return state.model_copy(update={"phase": "warmup"})
+        hopeless = bool(state.evaluations) and state.evaluations[-1].evaluation.mean <= 0
+        measures = self.curriculum is not None and self.curriculum.attempts > 0 and not hopeless
+        return state.model_copy(update={"phase": "difficulty" if measures else "warmup"})
+
+    async def _difficulty(self, state: RunState) -> RunState:
+        """The base model's solve rate of every scenario, where it solves any."""
+        assert self.curriculum is not None
+        plans = self._plans(state, self.scenarios, "d", self.curriculum.attempts, {"purpose": DIFFICULTY})
+        groups = await self._gather(plans, "difficulty of the scenarios")
+        return state.model_copy(update={"phase": "warmup", "solve_rates": self.curriculum.solve_rates(groups)})
 
     async def _warmup(self, state: RunState) -> RunState:
         update: dict[str, Any] = {"phase": "warmed"}

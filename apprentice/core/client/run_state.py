@@ -21,8 +21,9 @@ from ..records import Name, Record, Scenario
 from ..wire import GrpoJob
 from .evaluate import Evaluation
 
-Phase: TypeAlias = Literal["baseline", "warmup", "warmed", "rollouts", "train", "evaluate", "keep", "final", "report", "done"]
-"""What is to be done next. baseline, warmed, final: evaluations before training, after the warm-up, at the end."""
+Phase: TypeAlias = Literal["baseline", "difficulty", "warmup", "warmed", "rollouts", "train", "evaluate", "keep", "final", "report", "done"]
+"""What is to be done next. baseline, warmed, final: evaluations before training, after the warm-up, at the end. difficulty: how often
+the base model solves each scenario."""
 
 
 class Budget(Record):

@@ -148,7 +148,7 @@ async def master(
                 groups_per_step=settings.groups_per_step,
                 budget=Budget(steps=settings.steps),
                 early_stop=EarlyStop(target=settings.target),
-                curriculum=Curriculum(SUCCESS, sort_of),
+                curriculum=Curriculum(SUCCESS, sort_of, attempts=2),
                 run_dir=out / "run",
                 seed=settings.seed,
                 concurrency=settings.concurrency,

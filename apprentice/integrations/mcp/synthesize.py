@@ -33,7 +33,6 @@ MOST_WORDINGS = 2
 ALIKE = 0.6
 """Jaccard similarity of word pairs from which two requests for the same calls are the same request."""
 LENGTHS: tuple[tuple[int, float], ...] = ((1, 0.5), (2, 0.35), (3, 0.15))
-DIFFICULTY = {"single": 0.2, "chain2": 0.5, "chain3": 0.8, "free": 0.6}
 GENERATED_SHARE = 0.5
 """Of the scenarios, where a language model invents some."""
 
@@ -227,7 +226,6 @@ def scenario_of(executed: Executed) -> Scenario:
         "facts": [fact.text for fact in facts if not fact.live],
         "live_facts": [fact.dump() for fact in facts if fact.live],
         "state": executed.state,
-        "difficulty": DIFFICULTY[candidate.kind] + (0.3 if candidate.form != "explicit" else 0.0),
         "form": candidate.form,
         "frame": candidate.frame,
         "wording": candidate.wording,

@@ -361,3 +361,30 @@ async def test_a_loop_with_a_curriculum_remembers_solve_rates_and_draws_by_them(
     assert state is not None
     assert state.solve_rates == {name: float(name == "easy") for name in state.solve_rates}
     assert len(state.solve_rates) == 2
+
+
+@pytest.mark.parametrize("solved", ["easy", "nothing"])
+async def test_the_base_model_tells_how_hard_the_scenarios_are_if_it_solves_any(server: ClientServer, tmp_path: Path, solved: str) -> None:
+    model = await server.model()
+    purposes: list[tuple[object, object]] = []
+
+    async def rollout(scenario: Scenario) -> TrajectoryScope:
+        async with model.trajectory(scenario) as t:
+            purposes.append((t.metadata.get("purpose"), scenario.input))
+            t.reward = t.metrics["success"] = float(scenario.input == solved)
+        return t
+
+    scenarios = [Scenario(id=name, input=name) for name in ("easy", "hard", "open")]
+    loop = TrainingLoop(
+        model, rollout, scenarios, eval_scenarios=[Scenario(input="easy")], budget=Budget(steps=1), run_dir=tmp_path, group_size=2,
+        groups_per_step=1, curriculum=Curriculum("success", attempts=2), progress=False,
+    )  # fmt: skip
+    await loop.run()
+    measured = [name for purpose, name in purposes if purpose == "difficulty"]
+    state = RunState.load(tmp_path)
+    assert state is not None
+    if solved == "nothing":
+        assert not measured
+    else:
+        assert sorted(measured) == ["easy", "easy", "hard", "hard", "open", "open"]
+        assert state.solve_rates == {"easy": 1.0, "hard": 0.0, "open": 0.0}
