@@ -32,17 +32,17 @@ Weight = Annotated[FiniteFloat, Field(ge=0)]
 class CheckWeights(Record):
     """What each part of a rollout is worth. The first six add up to 1 by default, which is the reward of a success."""
 
-    format: Weight = 0.1
+    format: Weight = 0.05
     """A tool was called whose name exists, with arguments that are a JSON object."""
-    tool: Weight = 0.15
+    tool: Weight = 0.1
     """The share of the reference's tools that were called."""
-    arguments: Weight = 0.2
+    arguments: Weight = 0.15
     """The share of the reference's argument values that were given, in the same places, after normalisation."""
-    executed: Weight = 0.1
+    executed: Weight = 0.05
     """The share of the reference's tools that were called and worked."""
-    result: Weight = 0.25
+    result: Weight = 0.4
     """The right results were got and the right state was left: all or nothing."""
-    facts: Weight = 0.2
+    facts: Weight = 0.25
     """The share of the facts that the answer tells; nothing unless `result`. All of it where there are no facts."""
     superfluous: Weight = 0.02
     """Taken off for each call beyond the reference's number, at most five times."""

@@ -148,7 +148,7 @@ def master(
     steps: Annotated[int, training_option(metavar="N", min=1, help="Of GRPO.")] = 10,
     group_size: Annotated[int, training_option(metavar="N", min=2, help="Attempts at a scenario.")] = 8,
     groups_per_step: Annotated[int, training_option(metavar="N", min=1, help="Scenarios in a step.")] = 4,
-    learning_rate: Annotated[float, training_option(metavar="X", min=0, help="Of GRPO.")] = 4e-4,
+    learning_rate: Annotated[float, training_option(metavar="X", min=0, help="Of GRPO.")] = 3e-4,
     target: Annotated[float | None, training_option(metavar="SHARE", help="Stop at this success.")] = None,
     memory_gib: Annotated[float | None, training_option(metavar="GIB", help="For activations; more is faster.")] = None,
     real_data: RealData = False,
@@ -161,9 +161,9 @@ def master(
     deny: Deny = None,
 ) -> None:
     """Train a model until it uses the server well. No data, no labels, no key. The same command resumes."""
-    from ...core.config import SftConfig, TrainConfig
+    from ...core.client.model import configured
     from .generator import generator_of
-    from .mastery import MasterySettings
+    from .mastery import DEFAULT_TRAINING, DEFAULT_WARMUP, MasterySettings
     from .mastery import master as run_master
 
     spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
@@ -179,8 +179,8 @@ def master(
         target=target,
         seed=seed,
         name=spec.name,
-        warmup=SftConfig(learning_rate=1e-3, batch_size=batch_size, epochs=epochs, activation_memory_gib=memory),
-        train=TrainConfig(learning_rate=learning_rate, steps_per_generation=2, activation_memory_gib=memory),
+        warmup=configured(DEFAULT_WARMUP, {"batch_size": batch_size, "epochs": epochs, "activation_memory_gib": memory}),
+        train=configured(DEFAULT_TRAINING, {"learning_rate": learning_rate, "activation_memory_gib": memory}),
     )
     invent = generator_of(generator) if generator else None
     report = asyncio.run(run_master([spec], settings, out, url=url, generator=invent, real_data=real_data))

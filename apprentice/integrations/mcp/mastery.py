@@ -56,6 +56,11 @@ PROGRAMS = frozenset({".py", ".js", ".mjs", ".cjs", ".ts", ".jar", ".sh", ".exe"
 """Endings of files that are run, not worked on."""
 
 
+DEFAULT_WARMUP = SftConfig(learning_rate=1e-3, batch_size=4)
+DEFAULT_TRAINING = TrainConfig(learning_rate=3e-4, steps_per_generation=2, scale_rewards="batch")
+"""Scaled by group, a difference in partial credit alone would weigh as much as one between failure and success."""
+
+
 class MasterySettings(Record):
     """What a run does. Saved with it; a resumed run must have the same, except for more `steps`."""
 
@@ -81,8 +86,8 @@ class MasterySettings(Record):
     eval_every: Count | None = None
     """GRPO steps between evaluations; None: at the end only."""
     weights: CheckWeights = CheckWeights()
-    warmup: SftConfig = SftConfig(learning_rate=1e-3, batch_size=4)
-    train: TrainConfig = TrainConfig(learning_rate=4e-4, steps_per_generation=2)
+    warmup: SftConfig = DEFAULT_WARMUP
+    train: TrainConfig = DEFAULT_TRAINING
     concurrency: Count = 32
     seed: int = 0
 
