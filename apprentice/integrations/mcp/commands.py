@@ -143,7 +143,7 @@ def master(
     generator: Generator = None,
     base_model: Annotated[str, training_option(metavar="NAME")] = "smollm2-135m",
     demonstrations: Annotated[int, training_option(metavar="N", min=0, help="Reference runs shown first.")] = 80,
-    epochs: Annotated[int, training_option(metavar="N", min=1, help="Over the demonstrations.")] = 1,
+    epochs: Annotated[int | None, training_option(metavar="N", min=1, help="Default: 1; 2 for five tools or more.")] = None,
     batch_size: Annotated[int, training_option(metavar="N", min=1, help="Demonstrations at a time.")] = 4,
     steps: Annotated[int, training_option(metavar="N", min=1, help="Of GRPO.")] = 10,
     group_size: Annotated[int, training_option(metavar="N", min=2, help="Attempts at a scenario.")] = 8,
@@ -174,12 +174,13 @@ def master(
         scenarios=scenario_count,
         held_out=held_out,
         demonstrations=demonstrations,
+        epochs=epochs,
         group_size=group_size,
         groups_per_step=groups_per_step,
         target=target,
         seed=seed,
         name=spec.name,
-        warmup=configured(DEFAULT_WARMUP, {"batch_size": batch_size, "epochs": epochs, "activation_memory_gib": memory}),
+        warmup=configured(DEFAULT_WARMUP, {"batch_size": batch_size, "activation_memory_gib": memory}),
         train=configured(DEFAULT_TRAINING, {"learning_rate": learning_rate, "activation_memory_gib": memory}),
     )
     invent = generator_of(generator) if generator else None

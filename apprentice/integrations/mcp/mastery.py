@@ -50,6 +50,7 @@ from .synthesize import synthesize
 SUCCESS = "success"
 """The rollout metric: 1 if the check was passed whole, else 0."""
 Count = Annotated[int, Field(ge=1)]
+MANY_TOOLS = 5
 FREE = ("steps", "target", "eval_every")
 """Settings that a resumed run may change: how long it goes on."""
 PROGRAMS = frozenset({".py", ".js", ".mjs", ".cjs", ".ts", ".jar", ".sh", ".exe", ".wasm"})
@@ -74,6 +75,8 @@ class MasterySettings(Record):
     """Scenarios of the evaluation, at most."""
     demonstrations: Annotated[int, Field(ge=0)] = 80
     """Reference runs shown before GRPO; 0: none."""
+    epochs: Count | None = None
+    """How often they are shown; None: once, twice where they use many tools."""
     steps: Count = 10
     group_size: Annotated[int, Field(ge=2)] = 8
     groups_per_step: Count = 4
@@ -127,6 +130,8 @@ async def master(
                 max_tokens=settings.max_tokens,
             )
 
+            shown = _shown(train, settings)
+
             async def rollout(scenario: Scenario) -> TrajectoryScope:
                 async with pool.environment() as env, model.trajectory(scenario) as t:
                     evaluating = t.metadata.get("purpose") == EVALUATION
@@ -146,8 +151,8 @@ async def master(
                 eval_scenarios=test,
                 eval_reward=success_only,
                 eval_every=settings.eval_every or settings.steps,
-                warmup=[demonstration(scenario, system, tools) for scenario in _shown(train, settings)],
-                warmup_config=settings.warmup,
+                warmup=[demonstration(scenario, system, tools) for scenario in shown],
+                warmup_config=settings.warmup.model_copy(update={"epochs": settings.epochs or epochs_for(shown)}),
                 config=settings.train,
                 group_size=settings.group_size,
                 groups_per_step=settings.groups_per_step,
@@ -254,6 +259,11 @@ def data_paths(server: McpServer) -> list[str]:
         if path.is_dir() or (path.suffix and path.parent.is_dir()):
             found.append(value)
     return found
+
+
+def epochs_for(shown: Sequence[Scenario]) -> int:
+    """Passes over the demonstrations: what tells one tool from another is learned later, the more of them there are."""
+    return 2 if len({call.tool for scenario in shown for call in notes_of(scenario).calls}) >= MANY_TOOLS else 1
 
 
 def _shown(train: Sequence[Scenario], settings: MasterySettings) -> list[Scenario]:

@@ -18,7 +18,7 @@ from apprentice.core.records import SamplingParams, Scenario
 from apprentice.core.wire import GrpoJob, SftJob
 from apprentice.integrations.mcp.commands import show_report
 from apprentice.integrations.mcp.environment import SessionPool
-from apprentice.integrations.mcp.mastery import MasterySettings, _keep_settings, data_paths, make_scenarios, master
+from apprentice.integrations.mcp.mastery import MasterySettings, _keep_settings, data_paths, epochs_for, make_scenarios, master
 from apprentice.integrations.mcp.mastery_report import MasteryReport
 from apprentice.integrations.mcp.scenarios import argument_values, read_scenarios
 from apprentice.integrations.mcp.spec import McpServer, parse_server
@@ -91,6 +91,8 @@ async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(
     sft, *grpo = server.jobs.requests
     assert isinstance(sft, SftJob)
     assert len(sft.demonstrations) == SMALL.demonstrations
+    assert sft.config.epochs == 1
+    assert epochs_for([Scenario(input="x", metadata={"calls": [{"tool": f"t{n}"} for n in range(5)]})]) == 2
     assert all(isinstance(job, GrpoJob) for job in grpo)
     stored = json.loads((out / "report.json").read_text())
     assert stored["after"] == {"success": 1.0, "ci95": list(report.after.ci95), "n": report.after.n}
