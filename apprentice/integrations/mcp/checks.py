@@ -8,24 +8,20 @@ are any. The reward adds shaped credit for the steps on the way, so that a tiny 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Protocol
 
-from pydantic import Field, FiniteFloat, JsonValue
+from pydantic import Field, FiniteFloat
 
 from ...core.records import JsonObject, Record, Scenario
 from ...core.wire import Demonstration
-from .execute import digest_of_rest
+from .effect import has_effect, name_of, share_of, source_of
 from .facts import live_text, told
-from .masks import entries_of, masked
 from .reply import ToolReply
 from .scenarios import ReferenceCall, ScenarioNotes, notes_of
-from .values import canonical, leaves_of, plain, tables_of
+from .tools import ToolSet
 
-LONG_ENOUGH = 12
-"""Characters; an equal result of at least so many is not equal by chance."""
 Weight = Annotated[FiniteFloat, Field(ge=0)]
 
 
@@ -60,6 +56,9 @@ class Grade:
 class HasState(Protocol):
     """What grading needs of an environment."""
 
+    @property
+    def toolset(self) -> ToolSet: ...
+
     async def state(self) -> JsonObject: ...
 
 
@@ -68,8 +67,8 @@ async def grade(scenario: Scenario, env: HasState, events: Sequence[ToolReply], 
     weights = weights or CheckWeights()
     notes = notes_of(scenario)
     state = await env.state() if notes.state is not None else None
-    reached = _reached(notes, events, state)
-    told_share = _told(notes, events, answer) if reached else 0.0
+    reached = has_effect(notes, events, state, env.toolset)
+    told_share = _told(notes, events, answer, env.toolset) if reached else 0.0
     count = max(len(notes.calls), 1)
     matches = _matches(notes.calls, events)
     parts = {
@@ -89,10 +88,6 @@ def _known(event: ToolReply) -> bool:
     return not (event.outcome == "tool_error" and event.text.startswith("There is no tool"))
 
 
-def _name(event: ToolReply) -> str:
-    return event.function or event.tool
-
-
 def _matches(calls: Sequence[ReferenceCall], events: Sequence[ToolReply]) -> list[tuple[ToolReply | None, float]]:
     """For each reference call the event of the same tool that comes closest, and the share of its arguments; no event twice."""
     free = [event for event in events if isinstance(event.arguments, dict)]
@@ -101,7 +96,7 @@ def _matches(calls: Sequence[ReferenceCall], events: Sequence[ToolReply]) -> lis
         scored = [
             (share_of(call.arguments, event.arguments), event.ok, -index, event)
             for index, event in enumerate(free)
-            if _name(event) == call.tool
+            if name_of(event) == call.tool
         ]
         if not scored:
             found.append((None, 0.0))
@@ -112,109 +107,12 @@ def _matches(calls: Sequence[ReferenceCall], events: Sequence[ToolReply]) -> lis
     return found
 
 
-def share_of(wanted: JsonObject, given: JsonValue) -> float:
-    """The share of leaves that two arguments have in common, in one spelling; 1 only if they are equal."""
-    one = {(path, canonical(value)) for path, value in leaves_of(plain(wanted))}
-    two = (
-        {(path, canonical(value)) for path, value in leaves_of(plain(given))}
-        if isinstance(given, dict)
-        else set[tuple[tuple[str, ...], str]]()
-    )
-    if not one:
-        return 1.0 if isinstance(given, dict) else 0.0
-    return len(one & two) / len(one | two)
-
-
-# ---- the effect ---------------------------------------------------------------------------------------------------------------
-
-
-def _reached(notes: ScenarioNotes, events: Sequence[ToolReply], state: JsonObject | None) -> bool:
-    """The right state and the right results. Where nothing of the state can be seen, every change must have been made as asked."""
-    if notes.state is not None:
-        if state is None or not same_state(notes.state, state):
-            return False
-    elif not all(_made(call, events) for call in notes.calls if call.changes):
-        return False
-    return all(_got(notes, index, events) for index in _goals(notes))
-
-
-def _goals(notes: ScenarioNotes) -> set[int]:
-    """Calls whose results were asked for: those with facts, and the last one if it reads."""
-    goals = {int(str(fact["call"])) for fact in notes.live_facts if str(fact.get("call")).isdigit()}
-    goals = {index for index in goals if index < len(notes.calls)}
-    last = len(notes.calls) - 1
-    return goals | ({last} if notes.calls and not notes.calls[last].changes else set())
-
-
-def same_state(reference: JsonObject, state: JsonObject) -> bool:
-    """Whether a state has the reference's changes and nothing else, apart from what moves by itself."""
-    changed, ignored = reference.get("changed"), reference.get("ignored")
-    wanted = changed if isinstance(changed, dict) else {}
-    moving = [str(key) for key in ignored] if isinstance(ignored, list) else []
-    found = entries_of(state)
-    if any(canonical(found.get(key)) != canonical(value) for key, value in wanted.items()):
-        return False
-    return reference.get("rest") in (None, digest_of_rest(state, [*wanted, *moving]))
-
-
-def _made(call: ReferenceCall, events: Sequence[ToolReply]) -> bool:
-    return any(event.ok and _name(event) == call.tool and share_of(call.arguments, event.arguments) == 1.0 for event in events)
-
-
-def _got(notes: ScenarioNotes, index: int, events: Sequence[ToolReply]) -> bool:
-    """Whether some call got the result of a reference call: the same result, or all its facts by the same values of another tool."""
-    return _source(notes, index, events) is not None
-
-
-def _source(notes: ScenarioNotes, index: int, events: Sequence[ToolReply]) -> ToolReply | None:
-    """The last call that got what a reference call gets: the same result for the same question, or, by another tool that was
-    given the same values, a result with all the facts."""
-    call = notes.calls[index]
-    wanted = canonical(masked(call.result, call.volatile))
-    for event in reversed(events):
-        if not event.ok:
-            continue
-        same = canonical(masked(event.text, call.volatile)) == wanted
-        if same and _same_question(call, event):
-            return event
-        other_way = _name(event) != call.tool and _values(event.arguments) == _values(call.arguments)
-        if other_way and notes.facts and all(told(fact, event.text) for fact in notes.facts):
-            return event
-    return None
-
-
-def _values(arguments: JsonValue) -> list[str]:
-    return sorted(canonical(value) for _, value in leaves_of(plain(arguments)))
-
-
-def _same_question(call: ReferenceCall, event: ToolReply) -> bool:
-    """Whether an equal result answers the same question, and is not equal by chance (a count, two tables with equal columns)."""
-    if not isinstance(event.arguments, dict):
-        return False
-    if _name(event) == call.tool:
-        wanted, given = dict(leaves_of(plain(call.arguments))), dict(leaves_of(plain(event.arguments)))
-        return wanted.keys() == given.keys() and all(_means_the_same(value, given[path]) for path, value in wanted.items())
-    if not call.arguments:
-        return len(call.result) >= LONG_ENOUGH
-    return set(_values(call.arguments)) <= set(_values(event.arguments))
-
-
-def _means_the_same(one: JsonValue, two: JsonValue) -> bool:
-    """Equal; or expressions of the same parts in another order; or queries of the same tables."""
-    if canonical(one) == canonical(two):
-        return True
-    if not isinstance(one, str) or not isinstance(two, str):
-        return False
-    tables = tables_of(one)
-    return (bool(tables) and tables == tables_of(two)) or sorted(re.findall(r"\w+", one)) == sorted(re.findall(r"\w+", two)) != []
-
-
-def _told(notes: ScenarioNotes, events: Sequence[ToolReply], answer: str) -> float:
+def _told(notes: ScenarioNotes, events: Sequence[ToolReply], answer: str, tools: ToolSet) -> float:
     """The share of facts in the answer; those that move are read from the rollout's own result."""
     facts = [*notes.facts]
     for fact in notes.live_facts:
         index = int(str(fact.get("call", 0)))
-        source = _source(notes, index, events) if 0 <= index < len(notes.calls) else None
+        source = source_of(notes, index, events, tools) if 0 <= index < len(notes.calls) else None
         text = live_text(fact, source.text) if source else None
         facts.append(text or "\0")
     return sum(told(fact, answer) for fact in facts) / len(facts) if facts else 1.0

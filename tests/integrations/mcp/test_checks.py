@@ -8,19 +8,24 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.tool_lists import tool
 
 from apprentice.core.errors import ConfigError
 from apprentice.core.records import JsonObject, Scenario
-from apprentice.integrations.mcp.checks import CheckWeights, Grade, demonstration, grade, same_state, share_of
+from apprentice.integrations.mcp.checks import CheckWeights, Grade, demonstration, grade
+from apprentice.integrations.mcp.effect import same_state, share_of
 from apprentice.integrations.mcp.execute import changed_entries, digest_of_rest
 from apprentice.integrations.mcp.reply import ToolReply
+from apprentice.integrations.mcp.tools import ToolSet
 
 TIME = json.dumps({"source": "14:30", "target": {"zone": "Asia/Tokyo", "datetime": "2026-12-02T04:30:00+09:00"}})
 ARGUMENTS: JsonObject = {"from_zone": "America/New_York", "to_zone": "Asia/Tokyo", "time": "14:30"}
 
 
 class World:
-    """An environment of which only the state counts."""
+    """An environment of which only the state and the tools' names count."""
+
+    toolset = ToolSet.build([tool(name) for name in ("make_thing", "delete_thing", "send", "send_again", "get_thing")])
 
     def __init__(self, files: dict[str, str] | None = None) -> None:
         self.files = files or {}
@@ -149,6 +154,60 @@ async def test_where_no_state_can_be_seen_every_change_must_have_been_made_as_as
     assert (await judged(scenario, [reply("send", {"to": "a@b.c", "n": "2"}, "sent")])).success
     assert not (await judged(scenario, [reply("send", {"to": "a@b.c", "n": 3}, "sent")])).success
     assert not (await judged(scenario, [reply("send", {"to": "a@b.c", "n": 2}, "no", "reported_failure")])).success
+
+
+SEND: JsonObject = {"tool": "send", "arguments": {"to": "a@b.c"}, "result": "sent", "changes": True}
+GET: JsonObject = {"tool": "get_thing", "arguments": {"name": "x"}, "result": "x is a lamp"}
+
+
+@pytest.mark.parametrize(
+    ("tools", "right"),
+    [
+        (["send"], True),
+        (["get_thing", "send", "get_thing"], True),
+        (["send", "send"], False),
+        (["send", "delete_thing"], False),
+        (["send_again", "send"], False),
+        (["get_thing"], False),
+    ],
+)
+async def test_where_no_state_can_be_seen_no_other_changes_are_made_and_none_twice(tools: list[str], right: bool) -> None:
+    scenario = Scenario(id="c", input="Send.", metadata={"calls": [SEND]})
+    assert (await judged(scenario, [reply(name, {"to": "a@b.c"}) for name in tools])).success is right
+    failed = reply("delete_thing", {"to": "a@b.c"}, "not found", "tool_error")
+    assert (await judged(scenario, [failed, *(reply(name, {"to": "a@b.c"}) for name in tools)])).success is right
+
+
+async def test_a_change_that_is_asked_for_twice_is_made_twice() -> None:
+    scenario = Scenario(id="c", input="Send it, and send it again.", metadata={"calls": [SEND, SEND]})
+    assert not (await judged(scenario, [reply("send", {"to": "a@b.c"})])).success
+    assert (await judged(scenario, [reply("send", {"to": "a@b.c"})] * 2)).success
+
+
+async def test_who_only_was_to_read_may_change_nothing() -> None:
+    scenario = Scenario(id="r", input="What is x?", metadata={"calls": [GET], "facts": ["lamp"]})
+    right = reply("get_thing", {"name": "x"}, "x is a lamp")
+    assert (await judged(scenario, [right], "A lamp.")).success
+    assert not (await judged(scenario, [right, reply("delete_thing", {"name": "x"})], "A lamp.")).success
+
+
+@pytest.mark.parametrize("left", [{}, {"things.jsonl": ""}, {"things.db": '{"tables": {}}'}])
+async def test_what_is_made_and_deleted_again_must_have_been_made(left: dict[str, str]) -> None:
+    calls: list[JsonObject] = [
+        {"tool": name, "arguments": {"name": "lamp"}, "result": "ok", "changes": True} for name in ("make_thing", "delete_thing")
+    ]
+    scenario = writing(left, calls=calls)
+    after = {"old.txt": "x", **left}
+    both = [reply(name, {"name": "lamp"}) for name in ("make_thing", "delete_thing")]
+    assert (await judged(scenario, both, files=after)).success
+    assert not (await judged(scenario, [reply("delete_thing", {"name": "chair"})], files=after)).success
+    assert not (await judged(scenario, [*both[:1], reply("delete_thing", {"name": "lamp"}, "no", "tool_error")], files=after)).success
+    assert not (await judged(scenario, [], files=after)).success
+
+
+async def test_an_empty_thing_that_the_request_names_is_a_trace_of_its_making() -> None:
+    scenario = writing({"a.txt": ""})
+    assert (await judged(scenario, [reply("touch", {"file": "a.txt"})], files={"old.txt": "x", "a.txt": ""})).success
 
 
 async def test_another_reading_tool_with_the_same_values_and_all_the_facts_will_do() -> None:
