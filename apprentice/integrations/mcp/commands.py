@@ -34,7 +34,7 @@ Header = Annotated[list[str] | None, server_option("--header", metavar="K:V", he
 Bearer = Annotated[str | None, server_option(metavar="VAR", help="Environment variable with a bearer token.")]
 Allow = Annotated[list[str] | None, server_option(metavar="GLOB", help="Only these tools; may be repeated.")]
 Deny = Annotated[list[str] | None, server_option(metavar="GLOB", help="Not these tools; may be repeated.")]
-RealData = Annotated[bool, server_option("--real-data", help="It may change what its command points at.")]
+RealData = Annotated[bool, server_option("--real-data", help="Its tools may change data outside of {workdir}.")]
 Generator = Annotated[str | None, scenario_option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")]
 
 

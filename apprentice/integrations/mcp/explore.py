@@ -1,8 +1,9 @@
 """Exploring: harmless calls that find out which values a server's parameters take.
 
 Only tools that say they read (annotation first, then their verb, then the user's allow list) are called, never one that is
-destructive or deletes. What is found: enumerations, defaults and examples of schemas, values in descriptions, resources, files
-and tables of the fixture, and what the calls answer, by key.
+destructive or deletes. A server with tools that may change data which are not private to a rollout is refused.
+What is found: enumerations, defaults and examples of schemas, values in descriptions, resources, files and tables of the
+fixture, and what the calls answer, by key.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import PurePosixPath
@@ -18,6 +19,7 @@ from pathlib import PurePosixPath
 from pydantic import JsonValue
 
 from ...core.client.progress import Progress, progress_of
+from ...core.errors import ConfigError
 from ...core.records import JsonObject
 from .environment import McpEnvironment, SessionPool
 from .kinds import READING, Leaf, Shape, harmful, shape_of, singular, words_of
@@ -37,9 +39,10 @@ _QUOTED = re.compile(r"['\"`]([^'\"`\n]{1,60})['\"`]")
 
 @dataclass(frozen=True, slots=True)
 class ExploreOptions:
-    """`allow`: further tools (fnmatch patterns) that the user says are harmless. `seconds`: of one call."""
+    """`allow`: further tools (fnmatch patterns) that the user says are harmless. `real_data`: see `protect`. `seconds`: of one call."""
 
     allow: tuple[str, ...] = ()
+    real_data: bool = False
     calls: int = 40
     seconds: float = 20.0
     seed: int = 0
@@ -60,7 +63,7 @@ class Exploration:
     prefix: str = ""
     """What stands in front of a path in the private folder: nothing, or `{workdir}/`."""
     changing: frozenset[str] = frozenset()
-    """Functions that change something and may be tried, because what they change is private and thrown away."""
+    """Functions that change something and may be tried: what they change is private and thrown away, or the user says so."""
 
     def shape(self, function: str) -> Shape | None:
         return next((shape for shape in self.shapes if shape.function == function), None)
@@ -78,15 +81,20 @@ class Exploration:
 
 
 async def explore(pool: SessionPool, options: ExploreOptions | None = None, *, progress: bool | Progress = False) -> Exploration:
-    """Look around in a fresh environment. Raises what `pool.environment()` raises; a call that fails is only noted."""
+    """Look around in a fresh environment. Raises what `pool.environment()` and `protect` raise; a call that fails is only noted.
+
+    Whatever is synthesized from the exploration was permitted here.
+    """
     options = options or ExploreOptions()
     display = progress_of(progress)
     display.begin("Looking around", 0)
     try:
         async with pool.environment() as env:
+            if not options.real_data:
+                protect(pool.servers, [tool for tool in env.toolset.tools if not _named(tool, options)])
             found = Exploration(state=await env.state())
             found.shapes = tuple(shape_of(name, tool) for name, tool in zip(env.toolset.names, env.toolset.tools, strict=True))
-            found.changing = frozenset(_changing(found.shapes, pool.servers, options))
+            found.changing = frozenset(shape.function for shape in found.shapes if not shape.reads)
             _from_schemas(found)
             await _from_servers(env, found)
             _from_state(found)
@@ -100,7 +108,7 @@ def harmless(shape: Shape, options: ExploreOptions) -> bool:
     """Whether a tool may be called to look around."""
     if harmful(shape.tool) or secret_or_slow(shape.tool):
         return False
-    if any(fnmatchcase(shape.tool.name, pattern) for pattern in options.allow):
+    if _named(shape.tool, options):
         return True
     return shape.reads and (shape.tool.read_only is True or shape.verb in READING or any(leaf.kind == "sql_read" for leaf in shape.leaves))
 
@@ -111,23 +119,34 @@ def secret_or_slow(tool: McpTool) -> bool:
     return bool(_SECRET.search(words) or _SLOW.search(words))
 
 
-def is_private(server: McpServer) -> bool:
-    """Whether what a server changes stays in a folder of its own process, which is thrown away."""
-    parts = (*server.command, *server.env.values(), server.cwd or "")
-    return server.isolation == "process" and (server.fixture is not None or any(WORKDIR in part for part in parts))
+NAMED = 3
+"""So many tools are named in a sentence."""
 
 
-def _changing(shapes: Sequence[Shape], servers: Sequence[McpServer], options: ExploreOptions) -> list[str]:
-    private = {server.name for server in servers if is_private(server)}
-    isolated = {server.name for server in servers if server.isolation != "shared"}
-    allowed: list[str] = []
-    for shape in shapes:
-        tool = shape.tool
-        closed = tool.annotations.get("openWorldHint") is False and tool.server in isolated
-        named = any(fnmatchcase(tool.name, pattern) for pattern in options.allow)
-        if not shape.reads and (tool.server in private or closed or named):
-            allowed.append(shape.function)
-    return allowed
+def protect(servers: Iterable[McpServer], tools: Sequence[McpTool]) -> None:
+    """ConfigError if rollouts with these tools might change data that are not theirs alone, such as the user's own."""
+    for server in servers:
+        if why := endangered(server, tools):
+            raise ConfigError(why, param="real_data")
+
+
+def endangered(server: McpServer, tools: Iterable[McpTool]) -> str:
+    """Which of these tools may change data that are not private to a rollout, and the ways out, as a sentence; "" if none may."""
+    changing = [tool.name for tool in tools if tool.server == server.name and not shape_of(tool.name, tool).reads]
+    if server.private or not changing:
+        return ""
+    more = ", …" if len(changing) > NAMED else ""
+    process = "" if server.isolation == "process" else ", with --isolation process"
+    private = f"write {{workdir}} in its command, environment or cwd where its data lie{process}, " if server.command else ""
+    return (
+        f"the server {server.name!r} has tools that may change data which rollouts do not have for themselves "
+        f"({', '.join(changing[:NAMED])}{more}): {private}leave those tools out with --allow or --deny, "
+        "or say --real-data if its data may change"
+    )
+
+
+def _named(tool: McpTool, options: ExploreOptions) -> bool:
+    return any(fnmatchcase(tool.name, pattern) for pattern in options.allow)
 
 
 def _from_schemas(found: Exploration) -> None:

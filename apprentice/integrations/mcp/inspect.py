@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 from pydantic import JsonValue
 
 from .environment import SessionPool
+from .explore import endangered
 from .schemas import schema_fault
 from .spec import McpServer
 from .tools import McpTool, ToolSet
@@ -88,7 +89,13 @@ def oddities(tool: McpTool) -> list[str]:
 
 
 def advice(server: McpServer, tools: tuple[McpTool, ...]) -> str:
-    """How to isolate rollouts, as a sentence."""
+    """How to isolate rollouts, as a sentence, and what a run would say against it."""
+    danger = endangered(server, tools)
+    refused = f"; as it is, scenarios and runs are refused, because {danger}" if danger else ""
+    return f"{_kept_apart(server, tools)}{refused}"
+
+
+def _kept_apart(server: McpServer, tools: tuple[McpTool, ...]) -> str:
     if server.url:
         return (
             "each rollout has a session of its own, but state that the server keeps for all sessions is shared: "

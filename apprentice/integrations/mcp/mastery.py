@@ -17,7 +17,6 @@ The loop, the report and the server are core's; this module only hands them thei
 from __future__ import annotations
 
 import json
-import os
 import random
 import shutil
 from collections.abc import Sequence
@@ -40,7 +39,7 @@ from ...core.records import JsonObject, Name, Record, Scenario, TrajectoryGroup
 from .agent import SYSTEM, McpAgent, system_messages
 from .checks import CheckWeights, demonstration, grade
 from .environment import SessionPool
-from .explore import explore
+from .explore import ExploreOptions, explore, protect
 from .generator import Generator
 from .mastery_report import MasteryReport, write_mastery_report
 from .scenarios import notes_of, read_scenarios, split, write_scenarios
@@ -53,8 +52,6 @@ Count = Annotated[int, Field(ge=1)]
 MANY_TOOLS = 5
 FREE = ("steps", "target", "eval_every")
 """Settings that a resumed run may change: how long it goes on."""
-PROGRAMS = frozenset({".py", ".js", ".mjs", ".cjs", ".ts", ".jar", ".sh", ".exe", ".wasm"})
-"""Endings of files that are run, not worked on."""
 
 
 DEFAULT_WARMUP = SftConfig(learning_rate=1e-3, batch_size=4)
@@ -108,14 +105,17 @@ async def master(
     """Run to the end, from the start or from where the last run in `out` stopped.
 
     `url`: of a running Apprentice server (None: one is started, with its home in `out`). `generator`: a model that invents
-    further tasks. `real_data`: see `make_scenarios`. Raises ConfigError, ToolServerError, and what training raises.
+    further tasks. `real_data`: tools may change data that are not private to a rollout; else see `explore.protect`.
+    Raises ConfigError, ToolServerError, and what training raises.
     """
     display = progress_of(progress)
     settings = _keep_settings(out, settings, servers)
     async with SessionPool(servers) as pool:
-        train, test = await _scenarios(out, pool, settings, generator, real_data, display)
         async with pool.environment() as env:
+            if not real_data:
+                protect(pool.servers, env.toolset.tools)
             tools, instructions = env.tools, env.instructions
+        train, test = await _scenarios(out, pool, settings, generator, real_data, display)
         system = "\n\n".join(str(message["content"]) for message in system_messages(settings.system, instructions))
         model = TrainableModel(settings.project, settings.name, base_model=settings.base_model, seed=settings.seed)
         backend: Backend = RemoteBackend(url) if url else LocalBackend(out / "home")
@@ -196,13 +196,11 @@ async def make_scenarios(
 ) -> tuple[list[Scenario], list[Scenario]]:
     """Explore, synthesize, execute, split: (train, test).
 
-    A server that may write, and whose command names a place on this machine where all rollouts would, is refused with
-    ConfigError unless `real_data`: a configuration file that was written for daily use points at what its owner works with.
+    A server with tools that may change data which are not private to a rollout is refused with ConfigError unless `real_data`:
+    a configuration that was written for daily use points at what its owner works with.
     """
     display = progress_of(progress)
-    if not real_data:
-        await _refuse_real_data(pool)
-    exploration = await explore(pool, progress=display)
+    exploration = await explore(pool, ExploreOptions(real_data=real_data), progress=display)
     found = await synthesize(pool, exploration, count=count + held_out, held_out=held_out, seed=seed, generator=generator, progress=display)
     train, test = split(found, held_out=held_out, seed=seed)
     if not train or not test:
@@ -232,33 +230,6 @@ async def _scenarios(
         write_scenarios(folder / "train.jsonl", train)
         write_scenarios(folder / "test.jsonl", test)
     return read_scenarios(folder / "train.jsonl"), read_scenarios(folder / "test.jsonl")
-
-
-async def _refuse_real_data(pool: SessionPool) -> None:
-    named = {server.name: paths for server in pool.servers if (paths := data_paths(server))}
-    if not named:
-        return
-    async with pool.environment() as env:
-        writers = {tool.server for tool in env.toolset.tools if not tool.read_only}
-    for name, paths in named.items():
-        if name in writers:
-            raise ConfigError(
-                f"the command of the server '{name}' names {paths[0]}, which every rollout would change: write {{workdir}} in "
-                "its place, with --fixture for data to start from, or say --real-data if it may be changed"
-            )
-
-
-def data_paths(server: McpServer) -> list[str]:
-    """Places on this machine that a command and its environment name, programs aside, and that all rollouts would share."""
-    found: list[str] = []
-    for text in (*server.command[1:], *server.env.values(), server.cwd or ""):
-        value = os.path.expanduser(text.partition("=")[2] if text.startswith("-") else text)
-        path = Path(value)
-        if not path.is_absolute() or "{workdir}" in value or path.suffix in PROGRAMS:
-            continue
-        if path.is_dir() or (path.suffix and path.parent.is_dir()):
-            found.append(value)
-    return found
 
 
 def epochs_for(shown: Sequence[Scenario]) -> int:

@@ -100,6 +100,11 @@ class McpServer(Record):
             raise ConfigError(f"the fixture of {where} must be a folder, and there is none at {self.fixture}", param="fixture")
         return self
 
+    @property
+    def private(self) -> bool:
+        """Whether the server's data are a rollout's own, and thrown away: a process that is told to work in its private folder."""
+        return self.isolation == "process" and any(WORKDIR in part for part in (*self.command, *self.env.values(), self.cwd or ""))
+
     def admits(self, tool: str) -> bool:
         """Whether the allow and deny lists let a tool through."""
         from fnmatch import fnmatchcase

@@ -18,9 +18,9 @@ from apprentice.core.records import SamplingParams, Scenario
 from apprentice.core.wire import GrpoJob, SftJob
 from apprentice.integrations.mcp.commands import show_report
 from apprentice.integrations.mcp.environment import SessionPool
-from apprentice.integrations.mcp.mastery import MasterySettings, _keep_settings, data_paths, epochs_for, make_scenarios, master
+from apprentice.integrations.mcp.mastery import MasterySettings, _keep_settings, epochs_for, make_scenarios, master
 from apprentice.integrations.mcp.mastery_report import MasteryReport
-from apprentice.integrations.mcp.scenarios import argument_values, read_scenarios
+from apprentice.integrations.mcp.scenarios import argument_values, read_scenarios, write_scenarios
 from apprentice.integrations.mcp.spec import McpServer, parse_server
 
 TOKENIZER = tiny_tokenizer()
@@ -130,24 +130,12 @@ async def test_tool_calls_of_a_run_lie_in_the_trajectories_with_their_outcome(se
         assert member.reward == stored.reward == max(stored.reward, 0.9)
 
 
-@pytest.mark.parametrize(
-    ("command", "named"),
-    [
-        ("server --db-path {workdir}/x.db", False),
-        ("server --db-path {folder}/x.db", True),
-        ("server --db-path={folder}/x.db", True),
-        ("server {folder}", True),
-        ("node {folder}/index.js", False),
-        ("server --timezone Europe/Paris /no/such/folder", False),
-    ],
-)
-def test_places_that_all_rollouts_would_share_are_seen(tmp_path: Path, command: str, named: bool) -> None:
-    assert bool(data_paths(parse_server(command.replace("{folder}", str(tmp_path))))) == named
-
-
-async def test_a_server_that_would_write_into_its_owners_data_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    owned = tmp_path / "owned.db"
-    command = shlex.join(mcp_servers.argv("sqlite")).replace("'{workdir}/data.db'", str(owned)).replace("{workdir}/data.db", str(owned))
-    async with SessionPool([parse_server(command)]) as pool:
-        with pytest.raises(ConfigError, match=r"owned\.db, which every rollout would change: write \{workdir\}"):
-            await make_scenarios(pool, count=8, held_out=4, progress=False)
+async def test_a_run_that_would_change_its_owners_data_is_refused_even_with_scenarios_of_their_own(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    (out / "scenarios").mkdir(parents=True)
+    for part in ("train", "test"):
+        write_scenarios(out / "scenarios" / f"{part}.jsonl", [Scenario(input="Write it down.", metadata={"calls": []})])
+    spec = parse_server(shlex.join(mcp_servers.hostile("keeps_notes", str(tmp_path / "notes.txt"))), name="notes")
+    with pytest.raises(ConfigError, match=r"'notes' has tools that may change data .* \(write_note\): write \{workdir\} in its command"):
+        await master([spec], SMALL, out, url="http://127.0.0.1:9", progress=False)
+    assert not (tmp_path / "notes.txt").exists()

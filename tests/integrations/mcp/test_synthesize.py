@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,11 +12,12 @@ import pytest
 from support import mcp_servers
 from support.tool_lists import LISTS, exploration_of, tool
 
-from apprentice.core.errors import InfrastructureError
+from apprentice.core.errors import ConfigError, InfrastructureError
 from apprentice.core.records import JsonObject, Scenario
 from apprentice.integrations.mcp.checks import demonstration, final_answer, grade
 from apprentice.integrations.mcp.environment import McpEnvironment, SessionPool
-from apprentice.integrations.mcp.explore import ExploreOptions, explore, harmless, is_private
+from apprentice.integrations.mcp.explore import ExploreOptions, endangered, explore, harmless
+from apprentice.integrations.mcp.inspect import advice
 from apprentice.integrations.mcp.kinds import shape_of
 from apprentice.integrations.mcp.reply import ToolReply
 from apprentice.integrations.mcp.scenarios import (
@@ -27,7 +29,7 @@ from apprentice.integrations.mcp.scenarios import (
     wording_of,
     write_scenarios,
 )
-from apprentice.integrations.mcp.spec import McpServer
+from apprentice.integrations.mcp.spec import McpServer, parse_server
 from apprentice.integrations.mcp.synthesize import alike, proposals, synthesize
 
 SERVERS = ["time", "sqlite", "filesystem", "memory"]
@@ -123,16 +125,46 @@ async def test_a_chain_may_look_up_what_only_a_list_tells(tmp_path: Path) -> Non
                 assert (await grade(scenario, env, replies, answer)).success
 
 
-async def test_servers_that_are_shared_or_reach_out_are_never_written_to() -> None:
-    assert is_private(server("sqlite"))
-    assert not is_private(server("sqlite", isolation="shared"))
-    assert not is_private(McpServer(command=("github-mcp-server",)))
-    assert not is_private(McpServer(url="https://example.com/mcp"))
-    async with SessionPool([McpServer(name="memory", command=tuple(mcp_servers.argv("memory")), isolation="shared")]) as pool:
-        found = await explore(pool)
-        assert not found.changing
-        scenarios = await synthesize(pool, found, count=6, seed=1)
-    assert all(not call.changes for s in scenarios for call in notes_of(s).calls)
+NOTES = mcp_servers.hostile("keeps_notes")
+WRITE, LIST = tool("write_note", "", {"openWorldHint": False}), tool("list_notes", "", {})
+
+
+@pytest.mark.parametrize(
+    ("spec", "safe"),
+    [
+        ({"command": (*NOTES, "{workdir}/n.txt")}, True),
+        ({"command": NOTES, "env": {"NOTES_FILE": "{workdir}/n.txt"}}, True),
+        ({"command": NOTES, "cwd": "{workdir}"}, True),
+        ({"command": (*NOTES, "{workdir}/n.txt"), "isolation": "shared"}, False),
+        ({"command": (*NOTES, "{workdir}/n.txt"), "isolation": "session"}, False),
+        ({"command": (*NOTES, ".")}, False),
+        ({"command": NOTES}, False),
+        ({"command": NOTES, "fixture": "."}, False),
+        ({"url": "https://example.com/mcp"}, False),
+    ],
+)
+def test_data_are_private_only_where_a_process_is_told_to_use_its_private_folder(spec: dict[str, object], safe: bool) -> None:
+    made = McpServer(**{"name": "s", **spec})  # pyright: ignore
+    assert (endangered(made, [LIST, WRITE]) == "") is safe
+    assert endangered(made, [LIST]) == ""
+    assert ("--real-data" in advice(made, (LIST, WRITE))) is not safe
+
+
+async def test_servers_that_are_shared_or_reach_out_are_never_written_to(tmp_path: Path) -> None:
+    kept = tmp_path / "notes.txt"
+    for isolation in ("process", "shared"):
+        spec = parse_server(shlex.join([*NOTES, str(kept)]), name="notes", isolation=isolation)
+        async with SessionPool([spec]) as pool:
+            with pytest.raises(ConfigError, match=r"^the server 'notes' has tools .* \(write_note\): .* --deny, or say --real-data"):
+                await explore(pool)
+        async with SessionPool([spec.model_copy(update={"deny": ("write_*",)})]) as pool:
+            assert not (await explore(pool)).changing
+        assert not kept.exists()
+    async with SessionPool([spec]) as pool:
+        assert (await explore(pool, ExploreOptions(real_data=True))).changing == {"write_note"}
+        assert (await explore(pool, ExploreOptions(allow=("write_note",)))).changing == {"write_note"}
+    async with SessionPool([parse_server(shlex.join([*NOTES, "{workdir}/notes.txt"]))]) as pool:
+        assert (await explore(pool)).changing == {"write_note"}
 
 
 @pytest.mark.parametrize("name", SERVERS)
@@ -140,7 +172,7 @@ async def test_exploring_changes_nothing(name: str) -> None:
     async with SessionPool([server(name, isolation="shared")]) as pool:
         async with pool.environment() as env:
             before = await env.state()
-        found = await explore(pool, ExploreOptions(calls=30))
+        found = await explore(pool, ExploreOptions(calls=30, real_data=True))
         async with pool.environment() as env:
             assert await env.state() == before
     assert len({(reply.function, json.dumps(reply.arguments)) for reply in found.calls}) == len(found.calls)
