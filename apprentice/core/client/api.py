@@ -35,6 +35,7 @@ MODEL = TypeAdapter(ModelInfo)
 TRAJECTORY = TypeAdapter(Trajectory)
 TRAJECTORIES = TypeAdapter(tuple[Trajectory, ...])
 JOB = TypeAdapter(TrainJob)
+JOBS = TypeAdapter(tuple[TrainJob, ...])
 CHECKPOINT = TypeAdapter(CheckpointInfo)
 CHECKPOINTS = TypeAdapter(tuple[CheckpointInfo, ...])
 
@@ -111,6 +112,10 @@ class ControlApi:
 
     async def job(self, job_id: str) -> TrainJob:
         return await self._get(JOB, f"/api/train-jobs/{job_id}")
+
+    async def jobs(self) -> tuple[TrainJob, ...]:
+        """Newest first."""
+        return await self._get(JOBS, "/api/train-jobs")
 
     async def events(self, job_id: str, after: int, silence: float) -> AsyncGenerator[TrainEvent]:
         """One stream of a job's events with `seq > after`; ends with the job, or raises ServerUnavailable."""

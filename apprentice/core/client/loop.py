@@ -2,7 +2,7 @@
 
 Every arrow ends with the state on disk (`run_state`). After a kill at any point, running the same loop again goes on
 as if nothing had happened: rollouts that were finished are found in the ledger and used, those left open are failed and
-made anew, a train job that was submitted is waited for and not submitted again, and no row of metrics is doubled.
+made anew, a train job that was submitted is waited for and not submitted again unless it failed, and no row of metrics is doubled.
 
 Rewards come in as a callable; the loop knows no judge, no agent framework and no trainer.
 """
@@ -10,14 +10,16 @@ Rewards come in as a callable; the loop knows no judge, no agent framework and n
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from ..config import SftConfig, TrainConfig
-from ..errors import ConfigError, InvalidRequest, UnknownCheckpoint
+from ..errors import ConfigError, InvalidRequest, TrainJobFailed, UnknownCheckpoint
 from ..records import JsonObject, Record, Scenario, TrainResult, Trajectory, TrajectoryGroup, new_id
 from ..tracking.local import JsonlMetrics
 from ..tracking.metrics import TOKENS_TRAINED
@@ -29,14 +31,7 @@ from .model import TrainableModel, rewarded
 from .progress import Progress, progress_of
 from .resume import restore
 from .run_report import write_run_report
-from .run_state import (
-    Budget,
-    EarlyStop,
-    EvaluationPoint,
-    RunState,
-    exclusive,
-    fingerprint,
-)
+from .run_state import Budget, EarlyStop, EvaluationPoint, RunState, exclusive, fingerprint
 from .values import as_scenarios
 
 Observer: TypeAlias = Callable[[str, RunState], None]
@@ -221,11 +216,10 @@ class TrainingLoop:
         return state.model_copy(update={"phase": "warmup", "solve_rates": self.curriculum.solve_rates(groups)})
 
     async def _warmup(self, state: RunState) -> RunState:
-        update: dict[str, Any] = {"phase": "warmed"}
+        update: dict[str, Any] = {"phase": "warmed", "attempt": 0}
         if self.warmup:
-            result = await self.model.train_sft(
-                self.warmup, self.warmup_config, progress=self.progress, idempotency_key=f"{state.run_id}/warmup"
-            )
+            submit = partial(self.model.train_sft, self.warmup, self.warmup_config, progress=self.progress)
+            result = await self._trained(state, "warmup", lambda key: submit(idempotency_key=key))
             update |= {"policy_step": result.step, "tokens": state.tokens + result.metrics.get(TOKENS_TRAINED, 0.0)}
         return state.model_copy(update=update)
 
@@ -260,8 +254,9 @@ class TrainingLoop:
 
     async def _train(self, state: RunState) -> RunState:
         started = time.monotonic()
-        assert state.pending is not None
-        result: TrainResult = await self.model.run_job(state.pending, f"{state.run_id}/{state.step + 1}", self.progress)
+        job = state.pending
+        assert job is not None
+        result = await self._trained(state, str(state.step + 1), lambda key: self.model.run_job(job, key, self.progress))
         row: JsonObject = {
             **state.row,
             **result.metrics,
@@ -270,7 +265,8 @@ class TrainingLoop:
             "seconds/train": time.monotonic() - started,
         }
         tokens = state.tokens + result.metrics.get(TOKENS_TRAINED, 0.0)
-        return state.model_copy(update={"phase": "evaluate", "pending": None, "row": row, "policy_step": result.step, "tokens": tokens})
+        update: dict[str, Any] = {"pending": None, "row": row, "policy_step": result.step, "tokens": tokens, "attempt": 0}
+        return state.model_copy(update={"phase": "evaluate", **update})
 
     async def _evaluate(self, state: RunState) -> RunState:
         if self.eval_scenarios and (state.step + 1) % self.eval_every == 0:
@@ -304,6 +300,20 @@ class TrainingLoop:
         return state.model_copy(update={"phase": "done"})
 
     # Their parts
+
+    async def _trained(self, state: RunState, name: str, submit: Callable[[str], Awaitable[TrainResult]]) -> TrainResult:
+        """The result of `submit(key)`. A job that failed is told once: the next resume submits it anew, as another attempt."""
+        jobs = await self.model.api.jobs() if self._look_back else ()
+        earlier, attempt = {job.id for job in jobs if job.state == "failed"}, state.attempt
+        while True:
+            try:
+                return await submit(f"{state.run_id}/{name}" + (f"/{attempt}" if attempt else ""))
+            except TrainJobFailed as error:
+                attempt += 1
+                if error.details.get("job_id") not in earlier:
+                    with contextlib.suppress(OSError):  # the disk is full: the next resume meets the failed job and goes past it
+                        state.model_copy(update={"attempt": attempt}).save(self.run_dir)
+                    raise
 
     def _next_scenarios(self, state: RunState) -> list[int]:
         if self.curriculum is None:

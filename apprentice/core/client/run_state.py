@@ -84,6 +84,8 @@ class RunState(Record):
     tokens: float = 0.0
     pending: GrpoJob | None = None
     """The train job that was or is about to be submitted, exactly as sent."""
+    attempt: int = 0
+    """How often the phase's train job has failed: part of its idempotency key, so that a resumed run submits it anew."""
     row: dict[str, JsonValue] = Field(default_factory=dict)
     """Metrics of the step in progress."""
     solve_rates: dict[str, float] = Field(default_factory=dict)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import re
 import signal
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 from support.client_server import ClientServer, client_server
-from support.loop_script import SCENARIOS, make_loop
+from support.loop_script import SCENARIOS, WARMUP, make_loop
 from support.small_registry import eventually
 
 from apprentice import Budget, EarlyStop, Scenario, TrainingLoop, Trajectory, TrajectoryGroup, TrajectoryScope
@@ -286,13 +287,29 @@ async def test_the_best_checkpoint_is_pinned_and_the_one_before_is_not(server: C
     assert [(checkpoint.step, checkpoint.pinned) for checkpoint in await model.checkpoints()] == [(1, False), (2, True), (3, False)]
 
 
-async def test_a_failed_job_ends_the_run_with_its_reason_and_is_met_again_on_resume(server: ClientServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("warmup", [WARMUP, ()])
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_failed_job_ends_the_run_with_its_reason_and_is_submitted_anew_on_resume(
+    server: ClientServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warmup: Any, kept: bool
+) -> None:
     model = await server.model()
-    server.jobs.fail_with = "the loss is not finite"
-    for _ in range(2):
-        with pytest.raises(TrainJobFailed, match="the loss is not finite"):
-            await make_loop(model, tmp_path, warmup=(), eval_scenarios=()).run()
-    assert len(server.jobs.requests) == 1
+    server.jobs.fail_with = "no space left on device"
+    save = RunState.save
+
+    def no_space(state: RunState, folder: Path) -> None:
+        if state.attempt and not kept:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        save(state, folder)
+
+    monkeypatch.setattr(RunState, "save", no_space)
+    for failures in (1, 2):
+        with pytest.raises(TrainJobFailed, match="no space left on device"):
+            await make_loop(model, tmp_path, warmup=warmup, eval_scenarios=()).run()
+        assert len(server.jobs.requests) == failures
+    server.jobs.fail_with = None
+    result = await make_loop(model, tmp_path, warmup=warmup, eval_scenarios=()).run()
+    assert result.steps == 2
+    assert len(server.jobs.requests) == 2 + 2 + bool(warmup)
 
 
 async def test_a_run_of_failed_rollouts_ends_the_run_with_the_cause(server: ClientServer, tmp_path: Path) -> None:
