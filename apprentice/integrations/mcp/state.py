@@ -13,12 +13,15 @@ from pydantic import JsonValue
 
 from ...core.records import JsonObject
 from .spec import WORKDIR
+from .values import plain_sql
 
 LARGEST_TEXT = 64 * 1024
 """Bytes; a larger file is its hash."""
 MOST_FILES = 2_000
 MOST_ROWS = 10_000
 """Of one table; a larger table is its size and hash."""
+HIDDEN = 1
+"""So SQLite marks the columns of virtual tables that `select *` does not show."""
 _SQLITE = b"SQLite format 3\0"
 _PASSING = ("-wal", "-shm", "-journal", ".pyc", ".lock")
 """Files that come and go by themselves."""
@@ -79,14 +82,19 @@ def _file_state(path: Path, folder: Path) -> JsonValue:
 
 
 def database_state(path: Path) -> JsonObject:
-    """`{"tables": {name: {"columns": [...], "rows": [...]}}}`, rows sorted. The order of rows and the file's bytes say nothing."""
+    """`{"tables": {name: {"columns": [...], "types": [...], "rows": [...]}}, "views": {name: SQL}, …}`, rows sorted; indexes and
+    triggers like views. The order of rows, the file's bytes and how SQL is spelled say nothing."""
     with closing(sqlite3.connect(f"{path.as_uri()}?mode=ro", uri=True, timeout=2)) as database:
         database.text_factory = _text
-        names = [
-            str(row[0])
-            for row in database.execute("select name from sqlite_master where type = 'table' and name not like 'sqlite_%' order by name")
-        ]
-        return {"tables": {name: _table(database, name) for name in names}}
+        found: JsonObject = {"tables": {}}
+        objects = database.execute(
+            "select type, name, sql from sqlite_master where name not like 'sqlite_%' order by type, name"
+        ).fetchall()
+        for kind, name, sql in objects:
+            group = found.setdefault("indexes" if kind == "index" else f"{kind}s", {})
+            if isinstance(group, dict):
+                group[str(name)] = _table(database, str(name)) if kind == "table" else plain_sql(str(sql))
+        return found
 
 
 def _text(raw: bytes) -> str:
@@ -95,6 +103,7 @@ def _text(raw: bytes) -> str:
 
 def _table(database: sqlite3.Connection, name: str) -> JsonObject:
     quoted = name.replace('"', '""')
+    types: list[JsonValue] = [_type(*row[2:6]) for row in database.execute(f'pragma table_xinfo("{quoted}")') if row[6] != HIDDEN]
     cursor = database.execute(f'select * from "{quoted}"')
     columns: list[JsonValue] = [str(column[0]) for column in cursor.description]
     digest: int = 0
@@ -107,8 +116,16 @@ def _table(database: sqlite3.Connection, name: str) -> JsonObject:
         if count <= MOST_ROWS:
             rows.append(values)
     if count > MOST_ROWS:
-        return {"columns": columns, "rows": f"{count} rows, sha256:{digest:064x}"}
-    return {"columns": columns, "rows": [*sorted(rows, key=repr)]}
+        return {"columns": columns, "types": types, "rows": f"{count} rows, sha256:{digest:064x}"}
+    return {"columns": columns, "types": types, "rows": [*sorted(rows, key=repr)]}
+
+
+def _type(declared: str, filled: int, default: str | None, key: int) -> str:
+    """What is declared of a column. Types that SQLite takes for the same integers and texts (INT, VARCHAR(9)) are the same."""
+    name = " ".join(declared.upper().split())
+    name = "INTEGER" if "INT" in name else "TEXT" if any(part in name for part in ("CHAR", "CLOB", "TEXT")) else name
+    more = ("NOT NULL" if filled else "", f"DEFAULT {plain_sql(default)}" if default is not None else "", "PRIMARY KEY" if key else "")
+    return " ".join(part for part in (name, *more) if part)
 
 
 def _cell(value: object) -> JsonValue:

@@ -206,7 +206,7 @@ async def test_two_runs_that_did_the_same_have_the_same_state_and_others_another
     assert first == second != third
     assert first["filesystem"]["files"] == {"empty": "empty folder", "note.txt": "x"}
     blob = "sha256:06eb7d6a69ee19e5fbdf749018d3d2abfa04bcbd1365db312eb86dc7169389b8"
-    tables = {"t": {"columns": ["a", "b"], "rows": [[1, blob], [2, blob]]}}
+    tables = {"t": {"columns": ["a", "b"], "types": ["INTEGER", "BLOB"], "rows": [[1, blob], [2, blob]]}}
     assert first["sqlite"]["files"] == {"data.db": {"tables": tables}}
     assert first["sqlite"]["resources"] == {"memo://insights": "No business insights have been discovered yet."}
 
@@ -233,9 +233,51 @@ def test_the_state_of_a_folder_holds_whatever_lies_in_it(tmp_path: Path) -> None
     assert found["link"] == "link to {workdir}/deep"
     assert found["false.db"] == "SQLite format 3\0 and no more"
     assert found["pipe"] == "no regular file"
-    assert found["w.db"]["tables"]['od"d'] == {"columns": ["a", "b"], "rows": [["inf", "x"], [1.5, None]]}
+    assert found["w.db"]["tables"]['od"d'] == {
+        "columns": ["a", "b"],
+        "types": ["REAL", "TEXT"],
+        "rows": [["inf", "x"], [1.5, None]],
+    }
     assert found["w.db"]["tables"]["big"]["rows"].startswith(f"{MOST_ROWS + 1} rows, sha256:")
     assert set(found) == {"deep/er/path.txt", "latin.txt", "large.txt", "link", "false.db", "pipe", "w.db"}
+
+
+SHIPS = "create table ships (name text, price integer)"
+
+
+@pytest.mark.parametrize(
+    ("statements", "same"),
+    [
+        ([SHIPS], True),
+        (["CREATE TABLE IF NOT EXISTS ships(name TEXT,\n  price INT)"], True),
+        (["create table ships (name varchar(40), price integer)"], True),
+        (["create table ships (name integer, price text)"], False),
+        (["create table ships (name text, price real)"], False),
+        (["create table ships (name, price)"], False),
+        (["create table ships (name text primary key, price integer)"], False),
+        (["create table ships (name text, price integer not null default 3)"], False),
+        ([SHIPS, "create view cheap as select * from ships"], False),
+        ([SHIPS, "create index by_price on ships (price)"], False),
+        ([SHIPS, "create trigger t after insert on ships begin delete from ships; end"], False),
+    ],
+)
+def test_the_state_of_a_database_is_all_that_is_declared_in_it(tmp_path: Path, statements: list[str], same: bool) -> None:
+    for name, made in (("one", [SHIPS]), ("two", statements)):
+        with closing(sqlite3.connect(tmp_path / name)) as database:
+            for statement in made:
+                database.execute(statement)
+    found = folder_state(tmp_path)
+    assert (found["one"] == found["two"]) is same
+
+
+def test_how_a_view_is_spelled_is_no_part_of_a_state(tmp_path: Path) -> None:
+    views = ("create view v as select name from ships where name = 'A'", "CREATE VIEW v AS\n SELECT  name FROM ships WHERE name='A'")
+    for number, view in enumerate((*views, views[0].replace("'A'", "'a'"))):
+        with closing(sqlite3.connect(tmp_path / str(number))) as database:
+            database.execute(SHIPS)
+            database.execute(view)
+    found = folder_state(tmp_path)
+    assert found["0"] == found["1"] != found["2"]
 
 
 # ---- the pool ------------------------------------------------------------------------------------------------------------
