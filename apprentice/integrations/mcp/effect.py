@@ -10,13 +10,16 @@ from ...core.records import JsonObject
 from .execute import digest_of_rest
 from .facts import told
 from .kinds import shape_of
-from .masks import entries_of, masked
-from .questions import same_question
+from .masks import entries_of
+from .questions import answered
 from .reply import ToolReply
 from .scenarios import ReferenceCall, ScenarioNotes
 from .spec import WORKDIR
 from .tools import ToolSet
 from .values import canonical, leaves_of, plain
+
+EVERYTHING = ("", ".", "/", "*")
+"""Arguments that name no single thing."""
 
 
 def has_effect(notes: ScenarioNotes, events: Sequence[ToolReply], state: JsonObject | None, tools: ToolSet) -> bool:
@@ -107,21 +110,26 @@ def _goals(notes: ScenarioNotes) -> set[int]:
 
 
 def source_of(notes: ScenarioNotes, index: int, events: Sequence[ToolReply], tools: ToolSet) -> ToolReply | None:
-    """The last call that got what a reference call gets: the same result for the same question, or, by another tool that was
-    given the same values, a result with all the facts. None if there is none."""
+    """The last call that got what a reference call gets: the same result for the same question, or, by another tool that only
+    reads, a result with all the facts. None if there is none."""
     call = notes.calls[index]
-    wanted = canonical(masked(call.result, call.volatile))
     for event in reversed(events):
-        if not event.ok:
-            continue
-        same = canonical(masked(event.text, call.volatile)) == wanted
-        if same and same_question(call, name_of(event), event.arguments):
-            return event
-        other_way = name_of(event) != call.tool and _values(event.arguments) == _values(call.arguments)
-        if other_way and notes.facts and all(told(fact, event.text) for fact in notes.facts):
+        if event.ok and (answered(call, name_of(event), event.arguments, event.text) or _tells(notes, call, event, tools)):
             return event
     return None
 
 
-def _values(arguments: JsonValue) -> list[str]:
-    return sorted(canonical(value) for _, value in leaves_of(plain(arguments)))
+def _tells(notes: ScenarioNotes, call: ReferenceCall, event: ToolReply, tools: ToolSet) -> bool:
+    """Whether another tool that reads was asked about nothing else, and says all the facts and what they are about."""
+    if not notes.facts or name_of(event) == call.tool or changes(event, tools):
+        return False
+    about, given = _values(call.arguments), _values(event.arguments)
+    return given.keys() <= about.keys() and all(
+        told(text, event.text) for text in (*notes.facts, *(text for key, text in about.items() if key not in given))
+    )
+
+
+def _values(arguments: JsonValue) -> dict[str, str]:
+    """The values of arguments by their one spelling, but for yes, no, and what means everything."""
+    leaves = (leaf for _, leaf in leaves_of(plain(arguments)) if not isinstance(leaf, bool) and leaf not in (None, *EVERYTHING))
+    return {canonical(leaf): str(leaf) for leaf in leaves}

@@ -117,7 +117,7 @@ def plain_path(text: str) -> str:
     return path if inside or not text else "."
 
 
-_SQL_PART = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\d+(?:\.\d+)?|\w+|<=|>=|<>|!=|\S")
+_SQL_PART = re.compile(r"'(?:[^']|'')*'|\"(?:[^\"]|\"\")*\"|\d+(?:\.\d+)?|\w+|<=|>=|<>|!=|==|\S")
 
 
 def plain_sql(text: str) -> str:
@@ -126,15 +126,6 @@ def plain_sql(text: str) -> str:
     while parts and parts[-1] == ";":
         parts.pop()
     return " ".join(parts)
-
-
-def tables_of(text: str) -> set[str]:
-    """The tables that a SQL statement is about; none for other texts."""
-    if not _SQL.match(text):
-        return set()
-    return {
-        name.lower().strip("\"`[]'") for name in re.findall(r"\b(?:from|into|join|table|update)\s+([\w\"`\[\]']+)", text, re.IGNORECASE)
-    }
 
 
 def canonical(value: JsonValue) -> str:

@@ -232,18 +232,91 @@ async def test_a_count_that_is_right_by_chance_is_not_right() -> None:
     assert (await judged(scenario, [reply("count", {"table": "ships"}, "3")], "3")).success
 
 
+QUERIES = [
+    (
+        "SELECT COUNT(*) FROM ships",
+        [
+            ("select COUNT( * )\nfrom ships;", 8, True),
+            ("SELECT COUNT(name) AS n FROM ships", 8, True),
+            ("SELECT COUNT(*) total FROM ships s", 8, True),
+            ("SELECT COUNT(*), MIN(name) FROM ships", 8, False),
+            ("SELECT COUNT(*) FROM cars", 8, False),
+            ("SELECT COUNT(*) FROM ships WHERE price > 1", 8, False),
+            ("SELECT COUNT(DISTINCT name) FROM ships", 8, False),
+            ("SELECT 8 AS 'COUNT(*)' FROM ships LIMIT 1", 8, False),
+            ("SELECT price FROM ships LIMIT 1", 8, False),
+            ("SELECT COUNT(*) AS n FROM ships", 9, False),
+        ],
+    ),
+    (
+        "SELECT price FROM ships WHERE name = 'Ann' AND age > 3",
+        [
+            ("select s.price from ships as s where s.age > 3 and s.name == 'Ann'", 8, True),
+            ("SELECT price AS p FROM ships WHERE LOWER(name) = 'ann' AND age > 3 LIMIT 1", 8, True),
+            ('SELECT price FROM ships WHERE name = "Ann" AND age > 3', 8, True),
+            ("SELECT name, price FROM ships WHERE name LIKE 'Ann' AND age > 3", 8, True),
+            ("SELECT * FROM ships WHERE name = 'Ann' AND age > 3", 8, True),
+            ("SELECT age FROM ships WHERE name = 'Ann' AND age > 3", 8, False),
+            ("SELECT price FROM ships WHERE name = 'Bob' AND age > 3", 8, False),
+            ("SELECT price FROM ships WHERE name = 'Ann' OR age > 3", 8, False),
+            ("SELECT price FROM ships WHERE name = 'Ann' AND age < 3", 8, False),
+            ("SELECT price FROM ships WHERE name = 'Ann' AND price > 3", 8, False),
+            ("SELECT 8 AS price FROM ships WHERE name = 'Ann' AND age > 3", 8, False),
+            ("SELECT price FROM ships", 8, False),
+        ],
+    ),
+]
+
+
+@pytest.mark.parametrize(("asked", "query", "value", "right"), [(asked, *case) for asked, cases in QUERIES for case in cases])
+async def test_a_query_may_be_put_in_other_words_but_ask_nothing_else(asked: str, query: str, value: int, right: bool) -> None:
+    call: JsonObject = {"tool": "query", "arguments": {"query": asked}, "result": "[{'x': 8}]"}
+    scenario = Scenario(id="q", input="How many ships?", metadata={"calls": [call], "facts": ["8"]})
+    for row in ({"x": value}, {"some": "Ann", "y": value}):
+        assert (await judged(scenario, [reply("query", {"query": query}, str([row]))], "8")).success is right
+    assert not (await judged(scenario, [reply("query", {"query": query}, "[{'x': 7}]")], "8")).success
+    assert not (await judged(scenario, [reply("query", {"query": query}, str([{"x": 8}] * 2))], "8")).success
+
+
+async def test_the_rows_of_a_query_may_come_in_any_order_and_with_more_columns() -> None:
+    asked = "SELECT name, price FROM ships"
+    call: JsonObject = {"tool": "query", "arguments": {"query": asked}, "result": "[{'name': 'a', 'price': 1}, {'name': 'b', 'price': 1}]"}
+    scenario = Scenario(id="q", input="Which ships?", metadata={"calls": [call], "facts": ["a", "b"]})
+    for rows, right in (
+        ([{"id": 1, "name": "b", "price": 1}, {"id": 2, "name": "a", "price": 1}], True),
+        ([{"id": 1, "name": "b", "price": 1}, {"id": 2, "name": "b", "price": 1}], False),
+        ([{"id": 1, "name": "a", "price": 1}, {"id": 2, "name": "b", "price": 2}], False),
+    ):
+        found = await judged(scenario, [reply("query", {"query": "SELECT * FROM ships"}, str(rows))], "a and b")
+        assert found.success is right
+
+
+async def test_more_arguments_that_change_nothing_in_the_result_are_no_harm() -> None:
+    scenario = Scenario(id="r", input="What is x?", metadata={"calls": [GET], "facts": ["lamp"]})
+    assert (await judged(scenario, [reply("get_thing", {"name": "x", "limit": 10}, "x is a lamp")], "A lamp.")).success
+    assert not (await judged(scenario, [reply("get_thing", {"name": "y", "limit": 10}, "x is a lamp")], "A lamp.")).success
+    assert not (await judged(scenario, [reply("get_thing", {"name": "x", "limit": 1}, "x is")], "A lamp.")).success
+    assert not (await judged(scenario, [reply("get_thing", {"limit": 1}, "x is a lamp")], "A lamp.")).success
+    several = {**GET, "arguments": {"names": ["x"]}}
+    scenario = Scenario(id="r", input="What is x?", metadata={"calls": [several], "facts": ["lamp"]})
+    assert not (await judged(scenario, [reply("get_thing", {"names": ["x", "y"]}, "x is a lamp")], "A lamp.")).success
+
+
 @pytest.mark.parametrize(
-    ("arguments", "right"),
+    ("tool", "arguments", "result", "right"),
     [
-        ({"query": "select COUNT( * )\nfrom ships;"}, True),
-        ({"query": "SELECT COUNT(name) AS n FROM ships"}, True),
-        ({"query": "SELECT COUNT(*) FROM cars"}, False),
+        ("list_things", {}, "x is a lamp\ny is a chair", True),
+        ("find_things", {"query": "x"}, "x: lamp", True),
+        ("list_things", {"folder": ".", "deep": True}, "x is a lamp", True),
+        ("list_things", {}, "a lamp", False),
+        ("list_things", {}, "x is a chair", False),
+        ("find_things", {"query": "lamp"}, "x: lamp", False),
+        ("make_thing", {}, "x is a lamp", False),
     ],
 )
-async def test_a_query_may_be_put_in_other_words_but_not_to_another_table(arguments: dict[str, str], right: bool) -> None:
-    call: JsonObject = {"tool": "query", "arguments": {"query": "SELECT COUNT(*) FROM ships"}, "result": "[{'COUNT(*)': 8}]"}
-    scenario = Scenario(id="q", input="How many ships?", metadata={"calls": [call], "facts": ["8"]})
-    assert (await judged(scenario, [reply("query", arguments, "[{'COUNT(*)': 8}]")], "8")).success is right
+async def test_who_reads_more_than_was_asked_about_has_read_it(tool: str, arguments: JsonObject, result: str, right: bool) -> None:
+    scenario = Scenario(id="r", input="What is x?", metadata={"calls": [GET], "facts": ["lamp"]})
+    assert (await judged(scenario, [reply(tool, arguments, result)], "A lamp.")).success is right
 
 
 async def test_another_table_with_the_same_columns_is_another_table() -> None:
