@@ -20,6 +20,8 @@ _WANTED = {"target", "to", "result", "output", "value", "answer", "converted", "
 _GIVEN = {"source", "from", "input", "request", "original"}
 _TITLES = {"name", "title", "path"}
 DULL = {"id", "cid", "type", "pk", "notnull", "kind", "status", "permissions", "rowid", "isfile", "isdirectory", "version", "mime"}
+_NO_NUMBER_BEFORE = r"(?<!\d:)(?<!^-)(?<![^\w]-)"
+_NO_NUMBER_AFTER = r"(?!:\d)"
 _MARKED = re.compile(r"^\[(?:FILE|DIR)\] (.+?)(?:\s{2,}.*)?$")
 
 
@@ -146,14 +148,16 @@ def live_text(fact: Mapping[str, JsonValue], result: str) -> str | None:
 
 
 def told(fact: str, answer: str) -> bool:
-    """Whether an answer says a fact: commas in numbers, quotes, case and the 12-hour clock make no difference."""
-    spoken = _spoken(answer)
-    return any(re.search(rf"(?<![\w.]){re.escape(form)}(?![\w]|\.\d)", spoken) for form in _forms(_spoken(fact)) if form)
+    """Whether an answer says a fact: commas in numbers, quotes, case and the 12-hour clock make no difference. A number is no
+    part of a time, and has its sign."""
+    spoken, wanted = _spoken(answer), _spoken(fact)
+    before, after = (_NO_NUMBER_BEFORE, _NO_NUMBER_AFTER) if re.fullmatch(r"-?\d+(?:\.\d+)?(?: \w+)?", wanted) else ("", "")
+    return any(re.search(rf"(?<![\w.]){before}{re.escape(form)}(?![\w]|\.\d){after}", spoken) for form in _forms(wanted) if form)
 
 
 def _spoken(text: str) -> str:
     text = re.sub(r"(?<=\d),(?=\d{3}(?:\D|$))", "", text.lower())
-    text = re.sub(r"[\"'`“”‘’*]", "", text)
+    text = re.sub(r"[\"'`“”‘’*]", "", text).replace("−", "-")
     text = re.sub(r"(\d{1,2})(?::(\d{2}))?\s*([ap])\.?m\b\.?", _to_24, text)
     return " ".join(text.split()).strip(" .") if len(text) < 100_000 else text
 

@@ -95,8 +95,14 @@ def _number(value: float) -> JsonValue:
     return int(value) if value.is_integer() and abs(value) < 1e15 else value
 
 
+_SUM = re.compile(r"(?=.*\d)[-+*/^%().\d ]+")
+"""An expression of numbers, in which spaces say nothing."""
+
+
 def plain_text(text: str, key: str = "") -> JsonValue:
     text = text.strip()
+    if _SUM.fullmatch(text):
+        text = re.sub(r" *([-+*/^%()]) *", r"\1", text)
     if re.fullmatch(r"-?\d+(?:\.\d+)?", text) and len(text) < 16 and not re.fullmatch(r"-?0\d+.*", text):
         return _number(float(text))
     if re.fullmatch(r"\d{1,2}:\d{2}", text):
