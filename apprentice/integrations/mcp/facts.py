@@ -22,7 +22,12 @@ _TITLES = {"name", "title", "path"}
 DULL = {"id", "cid", "type", "pk", "notnull", "kind", "status", "permissions", "rowid", "isfile", "isdirectory", "version", "mime"}
 _NO_NUMBER_BEFORE = r"(?<!\d:)(?<!^-)(?<![^\w]-)"
 _NO_NUMBER_AFTER = r"(?!:\d)"
-_MARKED = re.compile(r"^\[(?:FILE|DIR)\] (.+?)(?:\s{2,}.*)?$")
+_MARKED = re.compile(r"^\[(?:FILE|DIR)\] (.+?)(?:\s{2,}(.*))?$")
+_NOTHING = re.compile(
+    r"(?:no|none|nothing|0)\b.*\b(?:found|match\w*|results?|files?|director\w+|folders?|items?|entries|rows?|records?|yet|exists?)\b.*|0 ?b(?:ytes)?",
+    re.IGNORECASE,
+)
+"""How a server says that there is nothing; nobody has to tell it in these words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +61,8 @@ def facts_of(
     if isinstance(value, str) and asked:
         return []
     if isinstance(value, str):
-        return [Fact(index, ("[line]", line), "", text) for line, text in _in_text(value, own)] if not volatile else []
+        sized = bool({"size", "sizes"} & set(shape.object.split()))
+        return [Fact(index, ("[line]", line), "", text) for line, text in _in_text(value, own, sized)] if not volatile else []
     groups: dict[Path, list[Fact]] = {}
     for path, leaf in leaves_of(value):
         fact = _fact(shape, index, path, leaf, volatile)
@@ -94,6 +100,8 @@ def _within(text: str, given: set[str]) -> bool:
 def _fact(shape: Shape, index: int, path: Path, value: JsonValue, volatile: Sequence[str]) -> Fact | None:
     if isinstance(value, bool) or value is None or value == "" or (isinstance(value, str) and (len(value) > LONGEST_FACT or "\n" in value)):
         return None
+    if isinstance(value, str) and _NOTHING.fullmatch(value):
+        return None
     form = ""
     match = ISO.fullmatch(value) if isinstance(value, str) else None
     if match:
@@ -122,11 +130,15 @@ def _score(shape: Shape, path: Path) -> float:
     return score + 0.5 * (last in ("observations", "content", "text")) + 2 * (last == "observations" or path[-1:] == ("[]",))
 
 
-def _in_text(text: str, own: set[str]) -> list[tuple[str, str]]:
+def _in_text(text: str, own: set[str], sized: bool) -> list[tuple[str, str]]:
+    """`sized`: the sizes of files are asked for, not only their names."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    marked = [match[1] for line in lines if (match := _MARKED.match(line))]
-    if marked:
-        return [("", name) for name in marked] if len(marked) <= MOST_FACTS else []
+    found = [match for line in lines if (match := _MARKED.match(line))]
+    if found:
+        sizes = {match[2]: None for match in found if match[2]} if sized else {}
+        marked = [*sizes] or [match[1] for match in found]
+        return [("", name) for name in marked] if len(found) <= MOST_FACTS else []
+    lines = [line for line in lines if not _NOTHING.fullmatch(line)]
     if len(lines) == 1 and len(lines[0]) <= LONGEST_FACT:
         numbers = [n for n in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?(?![\w])", lines[0]) if canonical(n) not in {canonical(v) for v in own}]
         if len(numbers) == 1 and any(value in lines[0] for value in own):
@@ -174,4 +186,6 @@ def _forms(fact: str) -> list[str]:
         return [fact, fact.split(".")[0]]
     if re.fullmatch(r"-?\d+", fact):
         return [fact, f"{fact}.0"]
+    if size := re.fullmatch(r"(\d+(?:\.\d+)?) ?(b|[kmgt]i?b)", fact):
+        return [f"{size[1]}{between}{unit}" for between in ("", " ") for unit in (size[2], *({"b": ("bytes", "byte")}.get(size[2], ())))]
     return [fact]

@@ -145,6 +145,36 @@ def test_facts_are_few_short_and_not_given(result: str, facts: list[str]) -> Non
 
 
 @pytest.mark.parametrize(
+    ("result", "facts"),
+    [
+        ("[FILE] a.txt          3 B\n[FILE] b.txt    1.20 KB\n\nTotal: 2 files, 0 directories\nCombined size: 1.20 KB", ["3 B", "1.20 KB"]),
+        ("[DIR] notes\n[FILE] a.txt          3 B\n\nTotal: 1 files, 1 directories\nCombined size: 3 B", ["3 B"]),
+        ("[DIR] notes\n\nTotal: 0 files, 1 directories\nCombined size: 0 B", ["notes"]),
+    ],
+)
+def test_who_asks_for_sizes_is_told_sizes(result: str, facts: list[str]) -> None:
+    shape = shape_of("list_directory_with_sizes", tool("list_directory_with_sizes", "", None, path=TEXT))
+    assert [fact.text for fact in facts_of(shape, 0, {"path": "x"}, result, [], [])] == facts
+    named = shape_of("list_directory", tool("list_directory", "", None, path=TEXT))
+    assert not {fact.text for fact in facts_of(named, 0, {"path": "x"}, result, [], [])} & {"3 B", "1.20 KB"}
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        "Total: 0 files, 0 directories\nCombined size: 0 B",
+        "No matches found",
+        "Nothing was found.",
+        json.dumps({"message": "No such rows yet"}),
+        json.dumps({"result": "0 items"}),
+    ],
+)
+def test_how_a_server_says_that_there_is_nothing_is_no_fact(result: str) -> None:
+    shape = shape_of("list_directory_with_sizes", tool("list_directory_with_sizes", "", None, path=TEXT))
+    assert facts_of(shape, 0, {"path": "x"}, result, [], []) == []
+
+
+@pytest.mark.parametrize(
     ("fact", "answer"),
     [
         ("23:30", "It is 11:30 PM in Tokyo."),
@@ -156,6 +186,8 @@ def test_facts_are_few_short_and_not_given(result: str, facts: list[str]) -> Non
         ("68", "68.0"),
         ("Don't panic", 'It says "don’t panic".'),
         ("a.txt", "The file is `a.txt`."),
+        ("3 B", "a.txt has 3 bytes"),
+        ("1.20 KB", "It takes 1.20KB."),
         ("-5", "It is -5."),
         ("-5", "It is −5 degrees."),
         ("5", "The years 3-5"),
