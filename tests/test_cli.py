@@ -326,6 +326,14 @@ def sentence(result: tuple[int, str, str]) -> str:
         ("runs export out.csv --home HOME", "parquet or jsonl"),
         ("runs export nowhere/out.jsonl --home HOME", "existing folder"),
         ("eval mail/agent --rollout m:f", "Missing option '--scenarios'"),
+        ("mcp master true --target 50", "--target: Input should be less than or equal to 1, got 50.0"),
+        ("mcp master true --target nan", "--target: Input should be a finite number"),
+        ("mcp master true --learning-rate inf", "'learning_rate': Input should be a finite number"),
+        ("mcp master true --learning-rate 0", "'learning_rate': Input should be greater than 0"),
+        ("mcp master true --memory-gib 0", "'activation_memory_gib': Input should be greater than 0"),
+        ("mcp master true --memory-gib nan", "'activation_memory_gib': Input should be a finite number"),
+        ("mcp master true --seed -1", "'--seed'"),
+        ("mcp scenarios true --seed 99999999999999999999", "'--seed'"),
     ],
 )
 def test_a_wrong_command_is_one_sentence(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections.abc import Generator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -35,7 +38,8 @@ Bearer = Annotated[str | None, server_option(metavar="VAR", help="Environment va
 Allow = Annotated[list[str] | None, server_option(metavar="GLOB", help="Only these tools; may be repeated.")]
 Deny = Annotated[list[str] | None, server_option(metavar="GLOB", help="Not these tools; may be repeated.")]
 RealData = Annotated[bool, server_option("--real-data", help="Its tools may change data outside of {workdir}.")]
-Generator = Annotated[str | None, scenario_option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**31 - 1)]
+GeneratorModel = Annotated[str | None, scenario_option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")]
 
 
 def server_of(
@@ -76,6 +80,17 @@ def _pair(item: str, mark: str, option: str) -> tuple[str, str]:
     return name.strip(), value.strip()
 
 
+@contextmanager
+def checked_options() -> Generator[None]:
+    """What a settings record says against an option is a sentence that names the option."""
+    try:
+        yield
+    except ValidationError as cause:
+        first = cause.errors(include_url=False)[0]
+        option = "--" + "-".join(map(str, first["loc"])).replace("_", "-")
+        raise ConfigError(f"{option}: {first['msg']}, got {first['input']!r}", param=option) from cause
+
+
 @app.command()
 def inspect(
     server: ServerArgument,
@@ -100,8 +115,8 @@ def scenarios(
     out: Annotated[Path, typer.Option(metavar="DIR", help="For train.jsonl and test.jsonl.")] = Path("scenarios"),
     count: Annotated[int, scenario_option(metavar="N", min=4, help="To train on.")] = 144,
     held_out: Annotated[int, scenario_option(metavar="N", min=2, help="To evaluate on.")] = 48,
-    generator: Generator = None,
-    seed: int = 0,
+    generator: GeneratorModel = None,
+    seed: Seed = 0,
     real_data: RealData = False,
     isolation: Isolation = None,
     fixture: Fixture = None,
@@ -137,10 +152,10 @@ def master(
     server: ServerArgument,
     out: Annotated[Path, typer.Option(metavar="DIR", help="The same folder resumes.")] = Path("mastery"),
     url: Annotated[str | None, typer.Option(metavar="URL", help="Of an Apprentice server; default: start one.")] = None,
-    seed: int = 0,
+    seed: Seed = 0,
     scenario_count: Annotated[int, scenario_option("--scenarios", metavar="N", min=4, help="To train on.")] = 144,
     held_out: Annotated[int, scenario_option(metavar="N", min=2, help="To evaluate on.")] = 48,
-    generator: Generator = None,
+    generator: GeneratorModel = None,
     base_model: Annotated[str, training_option(metavar="NAME")] = "smollm2-135m",
     demonstrations: Annotated[int, training_option(metavar="N", min=0, help="Reference runs shown first.")] = 80,
     epochs: Annotated[int | None, training_option(metavar="N", min=1, help="Default: 1; 2 for five tools or more.")] = None,
@@ -167,22 +182,23 @@ def master(
     from .mastery import master as run_master
 
     spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
-    memory = memory_gib or (spare_memory_gib() if url is None else None)
-    settings = MasterySettings(
-        base_model=base_model,
-        steps=steps,
-        scenarios=scenario_count,
-        held_out=held_out,
-        demonstrations=demonstrations,
-        epochs=epochs,
-        group_size=group_size,
-        groups_per_step=groups_per_step,
-        target=target,
-        seed=seed,
-        name=spec.name,
-        warmup=configured(DEFAULT_WARMUP, {"batch_size": batch_size, "activation_memory_gib": memory}),
-        train=configured(DEFAULT_TRAINING, {"learning_rate": learning_rate, "activation_memory_gib": memory}),
-    )
+    memory = spare_memory_gib() if memory_gib is None and url is None else memory_gib
+    with checked_options():
+        settings = MasterySettings(
+            base_model=base_model,
+            steps=steps,
+            scenarios=scenario_count,
+            held_out=held_out,
+            demonstrations=demonstrations,
+            epochs=epochs,
+            group_size=group_size,
+            groups_per_step=groups_per_step,
+            target=target,
+            seed=seed,
+            name=spec.name,
+            warmup=configured(DEFAULT_WARMUP, {"batch_size": batch_size, "activation_memory_gib": memory}),
+            train=configured(DEFAULT_TRAINING, {"learning_rate": learning_rate, "activation_memory_gib": memory}),
+        )
     invent = generator_of(generator) if generator else None
     report = asyncio.run(run_master([spec], settings, out, url=url, generator=invent, real_data=real_data))
     show_report(report, out)
