@@ -24,7 +24,8 @@ _NO_NUMBER_BEFORE = r"(?<!\d:)(?<!^-)(?<![^\w]-)"
 _NO_NUMBER_AFTER = r"(?!:\d)"
 _MARKED = re.compile(r"^\[(?:FILE|DIR)\] (.+?)(?:\s{2,}(.*))?$")
 _NOTHING = re.compile(
-    r"(?:no|none|nothing|0)\b.*\b(?:found|match\w*|results?|files?|director\w+|folders?|items?|entries|rows?|records?|yet|exists?)\b.*|0 ?b(?:ytes)?",
+    r"(?:no|none|nothing|0)\b.*\b(?:found|match\w*|results?|files?|director\w+|folders?|items?|entries|rows?|records?|yet|exists?)\b.*"
+    r"|0 ?b(?:ytes)?",
     re.IGNORECASE,
 )
 """How a server says that there is nothing; nobody has to tell it in these words."""
