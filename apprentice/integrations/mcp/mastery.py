@@ -4,7 +4,7 @@ connect and inspect → scenarios, executed → before → warm-up on the refere
 executing them → held-out evaluation → report. Every stage leaves its result in the run's folder, so the same command goes on
 after any interruption:
 
-    <out>/config.json        the settings; another run needs another folder
+    <out>/config.json        the settings, written once there are scenarios; another run needs another folder
     <out>/scenarios/         train.jsonl and test.jsonl: plain files, to read, edit and reuse
     <out>/run/               the training loop's state, metrics.jsonl, its own report
     <out>/home/              ledger, checkpoints, the server's log (unless a server's URL was given)
@@ -19,7 +19,8 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -49,6 +50,7 @@ from .synthesize import synthesize
 SUCCESS = "success"
 """The rollout metric: 1 if the check was passed whole, else 0."""
 Count = Annotated[int, Field(ge=1)]
+CONFIG = "config.json"
 MANY_TOOLS = 5
 FREE = ("steps", "target", "eval_every")
 """Settings that a resumed run may change: how long it goes on."""
@@ -109,67 +111,64 @@ async def master(
     Raises ConfigError, ToolServerError, and what training raises.
     """
     display = progress_of(progress)
-    settings = _keep_settings(out, settings, servers)
-    async with SessionPool(servers) as pool:
+    settings = _resumed(out, settings, servers)
+    async with SessionPool(servers) as pool, _backend(out, url) as backend:
         async with pool.environment() as env:
             if not real_data:
                 protect(pool.servers, env.toolset.tools)
             tools, instructions = env.tools, env.instructions
-        train, test = await _scenarios(out, pool, settings, generator, real_data, display)
         system = "\n\n".join(str(message["content"]) for message in system_messages(settings.system, instructions))
         model = TrainableModel(settings.project, settings.name, base_model=settings.base_model, seed=settings.seed)
-        backend: Backend = RemoteBackend(url) if url else LocalBackend(out / "home")
-        try:
-            await model.register(backend)
-            client = model.openai_client()
-            agent = McpAgent(
-                client,
-                model.inference_name,
-                system=settings.system,
-                max_turns=settings.max_turns,
-                max_tokens=settings.max_tokens,
-            )
+        await model.register(backend)  # so early because it may be refused, and making scenarios takes a while
+        train, test = await _scenarios(out, pool, settings, generator, real_data, display)
+        _keep_settings(out, settings, servers)
+        client = model.openai_client()
+        agent = McpAgent(
+            client,
+            model.inference_name,
+            system=settings.system,
+            max_turns=settings.max_turns,
+            max_tokens=settings.max_tokens,
+        )
 
-            shown = _shown(train, settings)
+        shown = _shown(train, settings)
 
-            async def rollout(scenario: Scenario) -> TrajectoryScope:
-                async with pool.environment() as env, model.trajectory(scenario) as t:
-                    evaluating = t.metadata.get("purpose") == EVALUATION
-                    sampling = {"temperature": settings.eval_temperature} if evaluating else {}
-                    run = await agent.run(str(scenario.input), env, t, **sampling)
-                    found = await grade(scenario, env, run.replies, run.answer, settings.weights)
-                    t.reward = found.reward
-                    t.metrics[SUCCESS] = float(found.success)
-                    for part, value in found.parts.items():
-                        t.metrics[f"check/{part}"] = value
-                return t
+        async def rollout(scenario: Scenario) -> TrajectoryScope:
+            async with pool.environment() as env, model.trajectory(scenario) as t:
+                evaluating = t.metadata.get("purpose") == EVALUATION
+                sampling = {"temperature": settings.eval_temperature} if evaluating else {}
+                run = await agent.run(str(scenario.input), env, t, **sampling)
+                found = await grade(scenario, env, run.replies, run.answer, settings.weights)
+                t.reward = found.reward
+                t.metrics[SUCCESS] = float(found.success)
+                for part, value in found.parts.items():
+                    t.metrics[f"check/{part}"] = value
+            return t
 
-            loop = TrainingLoop(
-                model,
-                rollout,
-                train,
-                eval_scenarios=test,
-                eval_reward=success_only,
-                eval_every=settings.eval_every or settings.steps,
-                warmup=[demonstration(scenario, system, tools) for scenario in shown],
-                warmup_config=settings.warmup.model_copy(update={"epochs": settings.epochs or epochs_for(shown)}),
-                config=settings.train,
-                group_size=settings.group_size,
-                groups_per_step=settings.groups_per_step,
-                budget=Budget(steps=settings.steps),
-                early_stop=EarlyStop(target=settings.target),
-                curriculum=Curriculum(SUCCESS, sort_of, attempts=2),
-                run_dir=out / "run",
-                seed=settings.seed,
-                concurrency=settings.concurrency,
-                progress=display,
-            )
-            result = await loop.run()
-            await client.close()
-            await _take_adapter(model, result, out / "adapter")
-            return await write_mastery_report(out, model, result, servers, settings.model_dump(mode="json"), train, test)
-        finally:
-            await backend.close()
+        loop = TrainingLoop(
+            model,
+            rollout,
+            train,
+            eval_scenarios=test,
+            eval_reward=success_only,
+            eval_every=settings.eval_every or settings.steps,
+            warmup=[demonstration(scenario, system, tools) for scenario in shown],
+            warmup_config=settings.warmup.model_copy(update={"epochs": settings.epochs or epochs_for(shown)}),
+            config=settings.train,
+            group_size=settings.group_size,
+            groups_per_step=settings.groups_per_step,
+            budget=Budget(steps=settings.steps),
+            early_stop=EarlyStop(target=settings.target),
+            curriculum=Curriculum(SUCCESS, sort_of, attempts=2),
+            run_dir=out / "run",
+            seed=settings.seed,
+            concurrency=settings.concurrency,
+            progress=display,
+        )
+        result = await loop.run()
+        await client.close()
+        await _take_adapter(model, result, out / "adapter")
+        return await write_mastery_report(out, model, result, servers, settings.model_dump(mode="json"), train, test)
 
 
 def sort_of(scenario: Scenario) -> str:
@@ -226,7 +225,7 @@ async def _scenarios(
             real_data=real_data,
             progress=progress,
         )
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         write_scenarios(folder / "train.jsonl", train)
         write_scenarios(folder / "test.jsonl", test)
     return read_scenarios(folder / "train.jsonl"), read_scenarios(folder / "test.jsonl")
@@ -242,15 +241,26 @@ def _shown(train: Sequence[Scenario], settings: MasterySettings) -> list[Scenari
     return random.Random(settings.seed).sample(list(train), min(settings.demonstrations, len(train)))
 
 
-def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpServer]) -> MasterySettings:
-    """Write config.json, or compare with the one that is there. What the run has to do: a resumed one with the memory it had,
-    because a train job that was submitted is found again by being equal.
+@asynccontextmanager
+async def _backend(out: Path, url: str | None) -> AsyncGenerator[Backend]:
+    """The server. If no run began, nothing stays of the home that was made for it: another attempt may be for another model."""
+    home, config = out / "home", out / CONFIG
+    fresh = not home.exists()
+    backend: Backend = RemoteBackend(url) if url else LocalBackend(home)
+    try:
+        yield backend
+    finally:
+        await backend.close()
+        if fresh and not config.exists():
+            shutil.rmtree(home, ignore_errors=True)
+
+
+def _resumed(out: Path, settings: MasterySettings, servers: Sequence[McpServer]) -> MasterySettings:
+    """What the run in `out` has to do; a folder without config.json holds none. ConfigError if that is another one. A resumed run
+    has the memory it had, because a train job that was submitted is found again by being equal.
     """
-    out.mkdir(parents=True, exist_ok=True)
-    path = out / "config.json"
-    body: JsonObject = {"servers": [server.public() for server in servers], "settings": settings.model_dump(mode="json")}
+    path = out / CONFIG
     if not path.exists():
-        path.write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
         return settings
     try:
         before = json.loads(path.read_text(encoding="utf-8"))
@@ -261,15 +271,19 @@ def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpSe
         ) from cause
     now, then = _comparable(settings), _comparable(saved)
     changed = sorted(name for name in now if now[name] != then[name])
-    if before.get("servers") != body["servers"]:
+    if before.get("servers") != [server.public() for server in servers]:
         changed.insert(0, "servers")
     if changed:
         raise ConfigError(
             f"{out} holds a run with other settings ({', '.join(changed)}); give the same ones to resume it, or choose another folder"
         )
-    kept = saved.model_copy(update={name: getattr(settings, name) for name in FREE})
-    path.write_text(json.dumps({**body, "settings": kept.model_dump(mode="json")}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    return kept
+    return saved.model_copy(update={name: getattr(settings, name) for name in FREE})
+
+
+def _keep_settings(out: Path, settings: MasterySettings, servers: Sequence[McpServer]) -> None:
+    """Write config.json: from here on the folder holds a run."""
+    body: JsonObject = {"servers": [server.public() for server in servers], "settings": settings.model_dump(mode="json")}
+    (out / CONFIG).write_text(json.dumps(body, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _comparable(settings: MasterySettings) -> JsonObject:
