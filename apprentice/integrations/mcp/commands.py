@@ -38,7 +38,7 @@ Bearer = Annotated[str | None, server_option(metavar="VAR", help="Environment va
 Allow = Annotated[list[str] | None, server_option(metavar="GLOB", help="Only these tools; may be repeated.")]
 Deny = Annotated[list[str] | None, server_option(metavar="GLOB", help="Not these tools; may be repeated.")]
 RealData = Annotated[bool, server_option("--real-data", help="Its tools may change data outside of {workdir}.")]
-Seed = Annotated[int, typer.Option(metavar="N", min=0, max=2**31 - 1)]
+Seed = Annotated[int, typer.Option(metavar="N", min=0, max=999_999)]
 GeneratorModel = Annotated[str | None, scenario_option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")]
 
 
@@ -112,7 +112,7 @@ def inspect(
 @app.command()
 def scenarios(
     server: ServerArgument,
-    out: Annotated[Path, typer.Option(metavar="DIR", help="For train.jsonl and test.jsonl.")] = Path("scenarios"),
+    out: Annotated[Path, typer.Option(metavar="DIR", help="For both files.")] = Path("scenarios"),
     count: Annotated[int, scenario_option(metavar="N", min=4, help="To train on.")] = 144,
     held_out: Annotated[int, scenario_option(metavar="N", min=2, help="To evaluate on.")] = 48,
     generator: GeneratorModel = None,
