@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 import json
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -27,41 +29,49 @@ def split_reference(text: str) -> tuple[Path, str | None] | None:
     return Path(match[1]).expanduser(), match[2]
 
 
-def entries_of(path: Path, name: str | None) -> dict[str, Any]:
-    """The fields of one server; without a name the file must hold exactly one."""
-    servers = read_config(path)
-    if name is None:
-        if len(servers) != 1:
-            raise ConfigError(f"{path} holds {len(servers)} servers ({', '.join(servers)}); choose one by {path}:NAME", param="server")
-        return next(iter(servers.values()))
-    if name not in servers:
-        close = difflib.get_close_matches(name, servers, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"{path} holds no server {name!r}, only {', '.join(map(repr, servers)) or 'none'}{hint}", param="server")
-    return servers[name]
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One server of a file. `fields`: of McpServer, not yet checked by it. `place(key)`: where a key stands, as an error's beginning."""
+
+    fields: dict[str, Any]
+    place: Callable[[str], str]
 
 
-def read_config(path: Path) -> dict[str, dict[str, Any]]:  # Any: fields of McpServer, checked by it
-    """The fields of every server, by name. ConfigError for anything that is not an mcpServers file."""
+def entry_of(path: Path, name: str | None) -> Entry:
+    """One server; without a name the file must hold exactly one. Of the other entries only their names are read.
+
+    ConfigError for anything that is not an mcpServers file with that entry.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as cause:
-        reason = cause.strerror if isinstance(cause, OSError) else "it is not UTF-8"
+    except (OSError, ValueError) as cause:
+        reason = cause.strerror if isinstance(cause, OSError) else "it is not UTF-8" if isinstance(cause, UnicodeError) else str(cause)
         raise ConfigError(f"the configuration file {path} cannot be read: {reason}", param="config") from cause
     try:
         body = json.loads(text)
     except json.JSONDecodeError as cause:
         raise ConfigError(f"{path}, line {cause.lineno}: this is no JSON: {cause.msg}", param="config") from cause
-    except RecursionError as cause:
-        raise ConfigError(f"{path} is nested too deeply to be a configuration file", param="config") from cause
-    return _Reader(path, lines_of(text)).servers(body)
+    except (RecursionError, ValueError) as cause:
+        raise ConfigError(f"{path} is nested too deeply to be a configuration file, or holds too long a number", param="config") from cause
+    reader = _Reader(path, lines_of(text))
+    servers = reader.servers(body)
+    if name is None:
+        if len(servers) != 1:
+            raise ConfigError(f"{path} holds {len(servers)} servers ({', '.join(servers)}); choose one by {path}:NAME", param="server")
+        name = next(iter(servers))
+    if name not in servers:
+        close = difflib.get_close_matches(name, servers, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"{path} holds no server {name!r}, only {', '.join(map(repr, servers)) or 'none'}{hint}", param="server")
+    return reader.entry(name, servers[name])
 
 
 class _Reader:
     def __init__(self, path: Path, lines: dict[tuple[str, ...], list[int]]) -> None:
         self._path, self._lines = path, lines
 
-    def servers(self, body: object) -> dict[str, dict[str, Any]]:
+    def servers(self, body: object) -> dict[str, Any]:
+        """The entries by name, unread."""
         root = cast("dict[str, Any]", body) if isinstance(body, dict) else {}
         if ROOT not in root:
             keys = ", ".join(map(repr, root)) or "none"
@@ -69,21 +79,16 @@ class _Reader:
         entries = self._object(root[ROOT], (ROOT,))
         if not entries:
             raise self._error((ROOT,), "holds no server")
-        names: dict[str, str] = {}
-        found: dict[str, dict[str, Any]] = {}
-        for name, entry in entries.items():
-            lines = self._lines.get((ROOT, name), [])
-            if len(lines) > 1:
-                raise ConfigError(f"{self._path}, lines {lines[0]} and {lines[1]}: the server {name!r} is there twice", param=name)
-            fields = self._entry(name, entry)
-            safe = str(fields["name"])
-            if safe in names:
-                raise self._error((ROOT, name), f"has the same name as {names[safe]!r} once it is made safe ({safe!r})")
-            names[safe] = name
-            found[name] = fields
-        return found
+        return entries
 
-    def _entry(self, name: str, value: object) -> dict[str, Any]:
+    def entry(self, name: str, value: object) -> Entry:
+        """The named entry, read in full."""
+        lines = self._lines.get((ROOT, name), [])
+        if len(lines) > 1:
+            raise ConfigError(f"{self._path}, lines {lines[0]} and {lines[1]}: the server {name!r} is there twice", param=name)
+        return Entry(self._fields(name, value), lambda key: self._place(*self._nearest(name, key)))
+
+    def _fields(self, name: str, value: object) -> dict[str, Any]:
         at = (ROOT, name)
         entry = self._object(value, at)
         for key in entry:
@@ -92,6 +97,9 @@ class _Reader:
                 raise self._error(
                     (*at, key), "is no known key" + (f"; did you mean {close[0]!r}?" if close else f"; there are {', '.join(_KEYS)}")
                 )
+        for key, off in (("disabled", True), ("enabled", False)):
+            if entry.get(key) is off:
+                raise self._error((*at, key), f"is {json.dumps(off)}, so this server is switched off; switch it on to train on it")
         if ("command" in entry) == ("url" in entry):
             raise self._error(at, "needs either 'command' or 'url'" + (", and has both" if "url" in entry else ", and has neither"))
         fields: dict[str, Any] = {"name": re.sub(r"[^A-Za-z0-9_-]+", "-", name).strip("-")[:32] or "server"}
@@ -113,7 +121,10 @@ class _Reader:
                 fields[key] = {inner: self._text(item, (*at, key, inner), empty=True) for inner, item in pairs.items()}
         if "cwd" in entry:
             fields["cwd"] = self._text(entry["cwd"], (*at, "cwd"))
-        return fields | {key: entry[key] for key in _OURS if key in entry}
+        for key in ("allow", "deny"):
+            if key in entry:
+                fields[key] = self._texts(entry[key], (*at, key))
+        return {key: entry[key] for key in _OURS if key in entry} | fields
 
     def _object(self, value: object, at: tuple[str, ...]) -> dict[str, Any]:
         if not isinstance(value, dict):
@@ -134,10 +145,16 @@ class _Reader:
             raise self._error(at, f"must be a list of texts, got {json.dumps(items)[:60]}")
         return cast("list[str]", items)
 
-    def _error(self, at: tuple[str, ...], what: str) -> ConfigError:
+    def _nearest(self, name: str, key: str) -> tuple[str, ...]:
+        at = (ROOT, name, key)
+        return at if at in self._lines else at[:-1]
+
+    def _place(self, *at: str) -> str:
         lines = self._lines.get(at)
-        where = f"{self._path}, line {lines[0]}" if lines else str(self._path)
-        return ConfigError(f"{where}: {'.'.join(at)} {what}", param=".".join(at))
+        return f"{self._path}, line {lines[0]}: {'.'.join(at)}" if lines else f"{self._path}: {'.'.join(at)}"
+
+    def _error(self, at: tuple[str, ...], what: str) -> ConfigError:
+        return ConfigError(f"{self._place(*at)} {what}", param=".".join(at))
 
 
 def lines_of(text: str) -> dict[tuple[str, ...], list[int]]:

@@ -24,6 +24,7 @@ Isolation = Literal["process", "session", "shared"]
 Transport = Literal["stdio", "http", "sse"]
 WORKDIR = "{workdir}"
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
+_ADDRESS = re.compile(r"(?:[A-Za-z0-9.-]+|\[[0-9A-Fa-f:]+\]):\d+(?:/\S*)?")
 _RUNNERS = re.compile(r"(?:python|pypy)[\d.]*|node|nodejs|npx|npm|bun|bunx|deno|uv|uvx|pipx|docker|podman|sh|bash|env|exec|tsx")
 _COMMON = {"index", "main", "server", "cli", "__main__", "dist", "build", "src", "lib", "bin", "out", "stdio", "run", "exec", "x"}
 _NAME = r"^[A-Za-z0-9_-]{1,32}$"
@@ -84,15 +85,15 @@ class McpServer(Record):
         if bool(self.command) == bool(self.url):
             raise ConfigError(f"{where} needs either a command or a URL, got {'both' if self.url else 'neither'}", param="command")
         if (self.transport == "stdio") != bool(self.command):
-            raise ConfigError(f"{where} cannot use the transport {self.transport!r} with a {'command' if self.command else 'URL'}")
+            kind = "command" if self.command else "URL"
+            raise ConfigError(f"{where} cannot use the transport {self.transport!r} with a {kind}", param="transport")
         if self.url and (urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname):
             raise ConfigError(f"{where} needs an http or https URL with a host, got {public_url(self.url)!r}", param="url")
         if self.url and self.isolation == "process":
             raise ConfigError(f"{where} runs elsewhere, so its isolation can be session or shared, not process", param="isolation")
         if self.command and (self.headers or self.bearer_env):
-            raise ConfigError(
-                f"{where} is a command, and headers and bearer tokens are for URLs; give it variables by env", param="headers"
-            )
+            wrong = "headers" if self.headers else "bearer_env"
+            raise ConfigError(f"{where} is a command, and headers and bearer tokens are for URLs; give it variables by env", param=wrong)
         if self.url and (self.env or self.fixture or self.cwd):
             wrong = "env" if self.env else "fixture" if self.fixture else "cwd"
             raise ConfigError(f"{where} is a URL, and {wrong} is for commands; use setup calls to lay data into a server", param=wrong)
@@ -242,21 +243,14 @@ def parse_server(text: str, **options: Any) -> McpServer:  # Any: fields of McpS
 
     `options` are fields of McpServer and win over what the file says; `env` and `headers` are joined. Raises ConfigError.
     """
-    from .config_file import entries_of, split_reference
+    from .config_file import entry_of, split_reference
 
     text = text.strip()
     if not text:
         raise ConfigError("a server is a command line, a URL or FILE.json:NAME, got an empty text", param="server")
     reference = split_reference(text)
-    if reference is not None:
-        base = entries_of(reference[0], reference[1])
-    elif re.match(r"https?://", text):
-        base: dict[str, Any] = {"url": text}
-    else:
-        try:
-            base = {"command": tuple(shlex.split(text))}
-        except ValueError as cause:
-            raise ConfigError(f"the command line of a server must have its quotes closed, got {text!r}", param="server") from cause
+    entry = entry_of(*reference) if reference is not None else None
+    base = entry.fields if entry is not None else _base(text)
     for key in ("env", "headers"):
         if options.get(key) and base.get(key):
             options[key] = {**base[key], **options[key]}
@@ -264,5 +258,22 @@ def parse_server(text: str, **options: Any) -> McpServer:  # Any: fields of McpS
         return McpServer(**{**base, **options})
     except ValidationError as cause:
         error = cause.errors(include_url=False, include_input=False)[0]
-        field = ".".join(str(part) for part in error["loc"]) or "server"
-        raise ConfigError(f"a server: the field {field!r} is wrong: {error['msg']}", param=field) from cause
+        key, field = str((*error["loc"], "server")[0]), ".".join(str(part) for part in error["loc"]) or "server"
+        what, wrong = f"the field {field!r} is wrong: {error['msg']}", cause
+    except ConfigError as cause:  # of rules across fields
+        key = field = cause.param or ""
+        what, wrong = cause.message, cause
+    named = entry is not None and key not in options
+    raise ConfigError(f"{entry.place(key)}: {what}" if named else what, param=field) from wrong
+
+
+def _base(text: str) -> dict[str, Any]:
+    """The fields of a URL or a command line."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", text):
+        return {"url": text}
+    if _ADDRESS.fullmatch(text) and not Path(text).exists():
+        raise ConfigError(f"{text!r} is no command but looks like an address: write http://{text}", param="server")
+    try:
+        return {"command": tuple(shlex.split(text))}
+    except ValueError as cause:
+        raise ConfigError(f"the command line of a server must have its quotes closed, got {text!r}", param="server") from cause

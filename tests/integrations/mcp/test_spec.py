@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 
 import pytest
@@ -100,9 +101,21 @@ def test_an_mcp_servers_file_as_hosts_have_it_is_understood(claude: Path) -> Non
             "line 2: mcpServers.a.type is 'http', which does not go with a command",
         ),
         ('{"mcpServers": {"a": {"command": "x"},\n"a": {"command": "y"}}}', "lines 1 and 2: the server 'a' is there twice"),
-        ('{"mcpServers": {"a b": {"command": "x"}, "a.b": {"command": "y"}}}', "has the same name as 'a b'"),
-        ('{"mcpServers": {"a": {"command": "x", "connect_seconds": -1}}}', "the field 'connect_seconds' is wrong"),
-        ('{"mcpServers": {"a": {"url": "ftp://x/y"}}}', "needs an http or https URL with a host"),
+        (
+            '{"mcpServers": {"a": {"command": "x",\n"connect_seconds": -1}}}',
+            "servers.json, line 2: mcpServers.a.connect_seconds: the field 'connect_seconds' is wrong",
+        ),
+        ('{"mcpServers": {"a": {"command": "x",\n"allow": "x*"}}}', "line 2: mcpServers.a.allow must be a list of texts, got str"),
+        ('{"mcpServers": {"a": {"command": "x",\n"isolation": "none"}}}', "line 2: mcpServers.a.isolation: the field 'isolation' is wrong"),
+        ('{"mcpServers": {"a": {"command": "x",\n"setup": [{}]}}}', "line 2: mcpServers.a.setup: the field 'setup.0.tool' is wrong"),
+        ('{"mcpServers": {"a": {"command": "x",\n"fixture": "/no/such"}}}', "line 2: mcpServers.a.fixture: the fixture of server 'a'"),
+        ('{"mcpServers": {"a": {\n"url": "ftp://x/y"}}}', "line 2: mcpServers.a.url: server 'a' needs an http or https URL with a host"),
+        ('{"mcpServers": {"a": {"command": "x",\n"headers": {"K": "v"}}}}', "line 2: mcpServers.a.headers: server 'a' is a command"),
+        ('{"mcpServers": {"a": {"command": "x",\n"bearer_env": "V"}}}', "line 2: mcpServers.a.bearer_env: server 'a' is a command"),
+        (
+            '{"mcpServers": {"a": {"command": "x",\n"disabled": true}}}',
+            "line 2: mcpServers.a.disabled is true, so this server is switched off",
+        ),
     ],
 )
 def test_a_malformed_file_is_one_sentence_with_key_and_line(tmp_path: Path, body: str, says: str) -> None:
@@ -112,6 +125,29 @@ def test_a_malformed_file_is_one_sentence_with_key_and_line(tmp_path: Path, body
         parse_server(f"{path}:a")
     assert says in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_what_is_odd_in_other_entries_does_not_matter(tmp_path: Path) -> None:
+    odd = {"command": "x", "envFile": ".env", "oauth": {}, "disabled": True}
+    path = tmp_path / "servers.json"
+    path.write_text(json.dumps({"mcpServers": {"time": {"command": "uvx"}, "东京": odd, "大阪": {"serverUrl": 5}, "none": None}}))
+    assert parse_server(f"{path}:time").command == ("uvx",)
+    with pytest.raises(ConfigError, match=r"mcpServers\.东京.envFile is no known key"):
+        parse_server(f"{path}:东京")
+
+
+def test_an_option_of_the_command_line_is_not_blamed_on_the_file(claude: Path) -> None:
+    with pytest.raises(ConfigError, match=r"^the fixture of server 'files'"):
+        parse_server(f"{claude}:files", fixture="/no/such")
+
+
+def test_a_url_is_known_by_any_scheme_and_an_address_without_one_is_told(tmp_path: Path) -> None:
+    assert parse_server("HTTP://localhost:3000/mcp").transport == "http"
+    with pytest.raises(ConfigError, match="needs an http or https URL"):
+        parse_server("ws://localhost:3000/mcp")
+    for text in ("localhost:3000/mcp", "127.0.0.1:3000", "[::1]:3000/sse"):
+        with pytest.raises(ConfigError, match=re.escape(f"write http://{text}")):
+            parse_server(text)
 
 
 def test_an_unknown_or_missing_name_says_which_there_are(claude: Path, tmp_path: Path) -> None:
