@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
 import shlex
@@ -33,6 +34,9 @@ _VARIABLE = re.compile(
     + _NAME
     + r"|KeyError: '([A-Z][A-Z0-9_]{2,})'"
 )
+_INTERNAL = (asyncio.CancelledError, LookupError)
+"""What says nothing about the server: how the SDK's tasks end each other."""
+_INVALID = re.compile(r"\d+ validation errors? for ")
 _NOT_FOUND = re.compile(r"can't open file|No module named|Cannot find module|No such file or directory|ENOENT")
 
 
@@ -149,7 +153,11 @@ def _url(evidence: Evidence) -> str:
     server = f"the server {evidence.server.name!r} at {url}"
     if evidence.status in (401, 403):
         given = evidence.server.bearer_env or evidence.server.headers
-        want = "the token or header it was given is not accepted" if given else "it wants a bearer token (bearer_env) or a header"
+        want = (
+            "the token or header it was given is not accepted"
+            if given
+            else "it wants a bearer token (--bearer-env, or bearer_env in a file) or a header (--header, or headers)"
+        )
         return f"{server} refused access with HTTP status {evidence.status}: {want}"
     tls = next((error for error in evidence.errors if isinstance(error, ssl.SSLError)), None)
     if tls is not None or "CERTIFICATE_VERIFY" in " ".join(map(str, evidence.errors)):
@@ -168,11 +176,16 @@ def _url(evidence: Evidence) -> str:
 
 
 def _reason(evidence: Evidence) -> str:
-    """The most telling of the errors."""
-    if not evidence.errors:
+    """The most telling of the errors, without the internals of the libraries that raised them."""
+    if any(isinstance(error, ConnectionResetError) for error in evidence.errors):
+        hint = "; does it want https?" if (evidence.server.url or "").lower().startswith("http:") else ""
+        return f"it closed the connection without an answer{hint}"
+    told = [error for error in evidence.errors if not isinstance(error, _INTERNAL) and str(error)]
+    if not told:
         return "it closed the connection"
-    told = [error for error in evidence.errors if str(error)]
-    error = told[0] if told else evidence.errors[0]
-    if type(error).__name__ == "ValidationError":
-        return f"its answer is not what the protocol asks for ({str(error).splitlines()[0]})"
-    return str(error) or type(error).__name__
+    text = str(told[0])
+    if "input_value=b''" in text or "input_value=''" in text or text.rstrip().endswith("content type:"):
+        return "its answer is empty"
+    if not _INVALID.search(text):
+        return text
+    return "its answer is no JSON" if "Invalid JSON" in text else "its answer is no message of the protocol"

@@ -89,6 +89,8 @@ class McpServer(Record):
             raise ConfigError(f"{where} cannot use the transport {self.transport!r} with a {kind}", param="transport")
         if self.url and (urlsplit(self.url).scheme not in ("http", "https") or not urlsplit(self.url).hostname):
             raise ConfigError(f"{where} needs an http or https URL with a host, got {public_url(self.url)!r}", param="url")
+        if self.url and not _has_port(self.url):
+            raise ConfigError(f"the port of {where} must be a number from 1 to 65535, got {public_url(self.url)!r}", param="url")
         if self.url and self.isolation == "process":
             raise ConfigError(f"{where} runs elsewhere, so its isolation can be session or shared, not process", param="isolation")
         if self.command and (self.headers or self.bearer_env):
@@ -204,6 +206,14 @@ class _Filler:
         return filled.replace(WORKDIR, str(self._workdir)) if self._workdir is not None else filled
 
 
+def _has_port(url: str) -> bool:
+    """Whether the port of a URL, if it names one, can be one."""
+    try:
+        return urlsplit(url).port != 0
+    except ValueError:
+        return False
+
+
 def _absolute(part: str) -> str:
     """An argument that is a relative path to something that exists, made absolute; in `--option=PATH` the path."""
     option, joined, path = part.rpartition("=") if part.startswith("-") else ("", "", part)
@@ -263,8 +273,8 @@ def parse_server(text: str, **options: Any) -> McpServer:  # Any: fields of McpS
     except ConfigError as cause:  # of rules across fields
         key = field = cause.param or ""
         what, wrong = cause.message, cause
-    named = entry is not None and key not in options
-    raise ConfigError(f"{entry.place(key)}: {what}" if named else what, param=field) from wrong
+    place = f"{entry.place(key)}: " if entry is not None and key not in options else ""
+    raise ConfigError(f"{place}{what}", param=field) from wrong
 
 
 def _base(text: str) -> dict[str, Any]:

@@ -5,7 +5,10 @@ Each server is a script in tests/support/hostile_servers, honest in all but one 
 
 from __future__ import annotations
 
+import asyncio
 import json
+import socket
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,16 +276,32 @@ def faults() -> Iterator[str]:
 @pytest.mark.parametrize(
     ("path", "sentence"),
     [
-        ("401", "refused access with HTTP status 401: it wants a bearer token"),
+        ("401", "refused access with HTTP status 401: it wants a bearer token (--bearer-env, or bearer_env in a file)"),
         ("403", "refused access with HTTP status 403"),
         ("404", "answered with HTTP status 404 instead of MCP"),
         ("500", "answered with HTTP status 500 instead of MCP"),
-        ("html", "speaks no MCP"),
+        ("html", "speaks no MCP that can be understood: Unexpected content type: text/html"),
+        ("json", "speaks no MCP that can be understood: its answer is no message of the protocol"),
+        ("empty", "speaks no MCP that can be understood: its answer is empty"),
+        ("204", "speaks no MCP that can be understood: its answer is empty"),
         ("hang", "did not answer the MCP handshake within 1 s"),
     ],
 )
 async def test_an_http_server_that_is_no_mcp_server_is_one_sentence(faults: str, path: str, sentence: str) -> None:
-    assert sentence in await refused(McpServer(url=f"{faults}/{path}", connect_seconds=1.0))  # type: ignore[call-arg]
+    said = await refused(McpServer(url=f"{faults}/{path}", connect_seconds=1.0))  # type: ignore[call-arg]
+    assert sentence in said
+    assert "pydantic" not in said
+    assert "scope" not in said
+
+
+async def test_a_server_that_hangs_up_without_an_answer_is_asked_about_https() -> None:
+    async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.close()
+
+    async with await asyncio.start_server(hang_up, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/mcp"
+        assert "it closed the connection without an answer; does it want https?" in await refused(McpServer(url=url))  # type: ignore[call-arg]
 
 
 async def test_a_rejected_token_is_said_to_be_one_and_never_shown(faults: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -175,6 +175,7 @@ def test_an_unknown_or_missing_name_says_which_there_are(claude: Path, tmp_path:
         ("http://x/mcp", {"isolation": "process"}, "runs elsewhere"),
         ("http://x/mcp", {"env": {"A": "b"}}, "env is for commands"),
         ("http:///mcp", {}, "with a host"),
+        ("http://x:99999/mcp", {}, "must be a number from 1 to 65535"),
     ],
 )
 def test_a_spec_that_cannot_be_is_one_sentence(text: str, options: dict[str, object], says: str) -> None:

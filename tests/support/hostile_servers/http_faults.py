@@ -1,4 +1,5 @@
-"""An HTTP server that is no MCP server: `/401`, `/403`, `/404`, `/500` answer with that status, `/html` with a page, `/hang` never.
+"""An HTTP server that is no MCP server: `/401`, `/403`, `/404`, `/500` answer with that status, `/html` with a page, `/hang` never,
+`/json` with other JSON, `/empty` with nothing.
 
 with http_faults() as url: …  (runs in a thread of the test)
 """
@@ -11,6 +12,9 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
+_BODIES = {"/json": ("application/json", b'{"message": "Welcome to the API"}'), "/empty": ("application/json", b"")}
+
+
 class _Handler(BaseHTTPRequestHandler):
     released: threading.Event
 
@@ -20,9 +24,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.released.wait(60)
             return
         status = int(self.path[1:]) if self.path[1:].isdigit() else 200
-        body = b"<html><body>Welcome to the web</body></html>"
+        kind, body = _BODIES.get(self.path, ("text/html", b"<html><body>Welcome to the web</body></html>"))
+        if status == 204:
+            body = b""
         self.send_response(status)
-        self.send_header("content-type", "text/html")
+        if status != 204:
+            self.send_header("content-type", kind)
         self.send_header("content-length", str(len(body)))
         if status == 401:
             self.send_header("www-authenticate", 'Bearer realm="mcp"')
