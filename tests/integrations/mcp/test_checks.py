@@ -182,6 +182,9 @@ async def test_a_change_that_is_asked_for_twice_is_made_twice() -> None:
     scenario = Scenario(id="c", input="Send it, and send it again.", metadata={"calls": [SEND, SEND]})
     assert not (await judged(scenario, [reply("send", {"to": "a@b.c"})])).success
     assert (await judged(scenario, [reply("send", {"to": "a@b.c"})] * 2)).success
+    other = {**SEND, "arguments": {"to": "b@b.c"}}
+    scenario = Scenario(id="c", input="Send it twice, and to b.", metadata={"calls": [SEND, SEND, other]})
+    assert not (await judged(scenario, [reply("send", {"to": to}) for to in ("a@b.c", "b@b.c", "b@b.c")])).success
 
 
 async def test_who_only_was_to_read_may_change_nothing() -> None:
@@ -263,6 +266,7 @@ QUERIES = [
             ("SELECT price FROM ships WHERE name = 'Ann' AND price > 3", 8, False),
             ("SELECT 8 AS price FROM ships WHERE name = 'Ann' AND age > 3", 8, False),
             ("SELECT price FROM ships", 8, False),
+            ("SELECT price, 8 FROM ships WHERE name = 'Ann' AND age > 3", 8, False),
         ],
     ),
 ]
@@ -289,6 +293,23 @@ async def test_the_rows_of_a_query_may_come_in_any_order_and_with_more_columns()
     ):
         found = await judged(scenario, [reply("query", {"query": "SELECT * FROM ships"}, str(rows))], "a and b")
         assert found.success is right
+
+
+async def test_of_equal_rows_there_are_as_many_as_were_wanted() -> None:
+    call: JsonObject = {"tool": "query", "arguments": {"query": "SELECT name FROM ships"}, "result": "[{'name': 'a'}, {'name': 'a'}]"}
+    scenario = Scenario(id="q", input="Which ships?", metadata={"calls": [call], "facts": ["a"]})
+    for names, right in (("aa", True), ("ab", False)):
+        rows = str([{"id": 1, "n": name} for name in names])
+        assert (await judged(scenario, [reply("query", {"query": "SELECT * FROM ships"}, rows)], "a")).success is right
+
+
+async def test_what_a_change_says_is_not_what_was_to_be_read() -> None:
+    written: JsonObject = {"tool": "write", "arguments": {"path": "a.txt"}, "result": "ok", "changes": True}
+    scenario = writing({"a.txt": "x"}, calls=[written, GET])
+    scenario = scenario.model_copy(update={"metadata": {**scenario.metadata, "facts": ["lamp"]}})
+    for name, right in (("list_things", True), ("make_thing", False)):
+        events = [reply("write", {"path": "a.txt"}), reply(name, {}, "x is a lamp")]
+        assert (await judged(scenario, events, "A lamp.", {"old.txt": "x", "a.txt": "x"})).success is right
 
 
 async def test_more_arguments_that_change_nothing_in_the_result_are_no_harm() -> None:
