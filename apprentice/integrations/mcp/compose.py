@@ -11,7 +11,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import PurePosixPath
 from typing import TypeVar
 
@@ -19,9 +19,10 @@ from pydantic import JsonValue
 
 from ...core.records import JsonObject
 from .explore import INVENTED, Exploration, secret_or_slow
-from .kinds import Leaf, Shape
-from .listings import fields_of, listings_of
+from .kinds import Leaf, Shape, words_of
+from .listings import fields_of, listings_of, uses_of
 from .phrases import GENERAL, JOINS, Wording, fill, join, names_tool, slot_of, wordings
+from .references import OPEN, Reference, value_in
 from .spec import WORKDIR
 from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
 from .stock import MAKERS, SMALL_STOCKS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
@@ -42,6 +43,8 @@ class PlannedCall:
     arguments: JsonObject = field(hash=False)
     given: tuple[tuple[Leaf, JsonValue], ...] = field(hash=False, default=())
     statement: Statement | None = None
+    reference: Reference | None = None
+    """Where the one argument that is still open will come from."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ class Composer:
         self._found, self._inferred = exploration, inferred
         self._chance = random.Random(seed)
         self.sides = Sides(seed, share)
-        for kind in ("table", "path", "folder", "name", "id"):
+        for kind in ("table", "path", "folder", "name", "id", "key"):
             self.sides.deal([value for value in exploration.values.get(kind, []) if value not in (".", WORKDIR)])
         for stock in ([table.name for table in TABLES], *SMALL_STOCKS):
             self.sides.deal([*stock])
@@ -95,6 +98,10 @@ class Composer:
         self._listings = listings_of(exploration)
         self.readers = [shape for shape in usable if shape.reads]
         self.changers = [shape for shape in usable if shape.function in exploration.changing]
+        self._uses = uses_of([*self.readers, *self.changers], self.changers)
+        makers = [shape for shape in self.changers if shape.verb in ("create", "write")]
+        self._created = {leaf.kind for shape in makers for leaf in shape.required if not leaf.role}
+        """Kinds of things that a tool is there for to make; where there is none, tools that add make them."""
 
     def candidate(self, side: Side, length: int, uses: Counter[tuple[str, ...]], admits: Callable[[Candidate], bool]) -> Candidate | None:
         """A task of so many calls for a part; sequences of tools that were used least come first. None if none comes to mind."""
@@ -110,13 +117,15 @@ class Composer:
     def _attempt(self, side: Side, length: int) -> Candidate | None:
         if length == 2 and self._listings and self._chance.random() < 0.3:
             return self._looked_up(side)
+        if length == 3 and self._uses and self._chance.random() < 0.6:
+            return next(filter(None, (self._listed(side) for _ in range(6))), None)
         world = self._world(side)
         calls: list[PlannedCall] = []
         for index in range(length):
             pool = self._pool(index, length)
             if not pool:
                 return None
-            world.linked = False
+            world.linked, world.step = False, index
             call = self._call(self._chance.choice(pool), world, side)
             if call is None or (index and not world.linked):
                 return None
@@ -153,6 +162,7 @@ class Composer:
         statement: Statement | None = None
         after: list[Callable[[], None]] = []
         triple = _triple(shape, world, self._chance)
+        world.awaited = None
         for leaf in (*sorted(shape.required, key=_order), *self._optional(shape)):
             if leaf.kind.startswith("sql"):
                 statement = self._statement(leaf.kind, world, side, after)
@@ -177,7 +187,9 @@ class Composer:
             world.linked = True  # an overview shows what was made; that it does is checked when it has run
         for remember in after:
             remember()
-        return PlannedCall(shape, arguments, tuple(ordered), statement)
+        if not shape.reads and shape.verb in ("create", "write", "add"):
+            world.results.append((world.step, shape.thing))
+        return PlannedCall(shape, arguments, tuple(ordered), statement, world.awaited)
 
     def _several(self, leaf: Leaf, world: World) -> JsonValue:
         """Two things that exist, for tools made for many at once."""
@@ -204,6 +216,8 @@ class Composer:
             return chance.choice(options) if options else None
         if kind == "boolean":
             return chance.random() < 0.5
+        if leaf.identifies or kind == "key":
+            return self._identity(shape, leaf, world, side, taken, after)
         if kind in ("integer", "number"):
             return self._number(leaf, side)
         if kind in INVENTED and not (world.known.get(kind)):
@@ -219,7 +233,7 @@ class Composer:
             return self._sentence(shape, leaf, given, world, side, after)
         if kind == "search":
             return self._searched(shape, world, chance)
-        if kind in ("table", "id", "uri"):
+        if kind in ("table", "uri"):
             if kind == "table" and world.new_tables:
                 world.linked = True
                 return chance.choice(world.new_tables).table.name
@@ -232,6 +246,26 @@ class Composer:
         if seen is not None or kind not in MAKERS:
             return seen
         return self._new(MAKERS[kind], side, taken)
+
+    def _identity(
+        self, shape: Shape, leaf: Leaf, world: World, side: Side, taken: Sequence[JsonValue], after: list[Callable[[], None]]
+    ) -> JsonValue:
+        """Made by this task, told by one of its calls, thought up (a key, or the id that a new thing is given), or seen."""
+        made = world.made.get(leaf.label, [])
+        makes = not shape.reads and shape.verb in ("create", "write", "add", "other") and words_of(leaf.name)[:-1] in ([], [shape.thing])
+        if made and not (makes and self._chance.random() < 0.7):
+            world.linked = True
+            return self._chance.choice(made)
+        told = [step for step, thing in world.results if thing == shape.thing or thing in words_of(leaf.name)]
+        if told and not leaf.many and leaf.kind != "key" and not made:
+            world.linked, world.awaited = True, Reference(told[-1], leaf, "new")
+            return OPEN
+        if makes:
+            value = self._number(leaf, side) if leaf.kind == "integer" else self._new(MAKERS["key"], side, taken)
+            after.append(lambda: world.make(leaf.label, value))
+            return value
+        seen = self._seen(shape, leaf, world, side)
+        return self._number(leaf, side) if seen is None and leaf.kind == "integer" and shape.reads else seen
 
     def _seen(self, shape: Shape, leaf: Leaf, world: World, side: Side) -> JsonValue:
         known = self._found.known(shape, leaf)
@@ -296,12 +330,17 @@ class Composer:
     ) -> JsonValue:
         taken = [value for _, value in given]
         made = [value for value in world.made.get("name", []) if value not in taken]
-        adds = shape.verb in ("add", "update") or bool(leaf.role)
+        adds = shape.verb == "update" or bool(leaf.role) or (shape.verb == "add" and "name" in self._created)
         if made and (shape.reads or shape.verb == "delete" or adds):
             world.linked = True
             return self._chance.choice(made)
-        if shape.reads or shape.verb in ("delete", "update") or (shape.verb == "add" and not leaf.role):
+        if shape.reads or shape.verb in ("delete", "update") or (shape.verb == "add" and not leaf.role and "name" in self._created):
             return self._seen(shape, leaf, world, side)
+        if leaf.label in ("title", "subject"):
+            maker = MAKERS["errand" if shape.thing in ERRANDS else "title"]
+            value = self._new(maker, side, taken)
+            after.append(lambda: world.make("name", value))
+            return value
         category = next((str(value) for other, value in given if other.kind == "category"), "")
         maker = {"person": person, "company": company}.get(
             category, named if not category and not leaf.role else _titled if category else person
@@ -320,7 +359,7 @@ class Composer:
                 return None
             world.linked = True
             return self._chance.choice(said)
-        about_thing = any(other.kind == "name" for other in shape.leaves)
+        about_thing = any(other.kind == "name" and other.label not in ("title", "subject") for other in shape.leaves)
         category = next((str(value) for other, value in given if other.kind == "category"), "person")
         if category != "person":
             world.things.add(thing)
@@ -378,7 +417,8 @@ class Composer:
         if len(calls) == 1:
             wording = self._wording(calls[0], shown, side, joined=False)
             return wording and _candidate(wording.text, calls, wording, "inferred" if shown else "explicit")
-        return self._joined(calls, side, [{} for _ in calls], "explicit")
+        form = "looked up" if any(call.reference for call in calls) else "explicit"
+        return self._joined(calls, side, [_pointed(call) for call in calls], form)
 
     def _joined(self, calls: Sequence[PlannedCall], side: Side, shown: Sequence[dict[str, str]], form: str) -> Candidate | None:
         chosen: list[Wording] = []
@@ -390,6 +430,8 @@ class Composer:
         number = self._chance.choice([n for n in range(len(JOINS[len(calls) - 2])) if side_of_wording(n) == side])
         frame = " + ".join(f"{wording.frame} {wording.number}" for wording in chosen)
         text = join([wording.text for wording in chosen], number)
+        if _NESTED.search(text):
+            return None
         return _candidate(text, calls, Wording(frame, number, text, chosen[-1].asks_for), form)
 
     def _wording(self, call: PlannedCall, shown: dict[str, str], side: Side, *, joined: bool) -> Wording | None:
@@ -416,9 +458,49 @@ class Composer:
             PlannedCall(listing.reader, arguments, ((listing.leaf, listing.item),)),
         )
         slot = slot_of(listing.leaf, [listing.leaf])
-        found = self._joined(calls, side, [{}, {slot: f"the {listing.at} one"}], "looked up")
-        nested = re.compile(rf"\b(?:file|table|folder|the) the {listing.at} one|\"the {listing.at} one\"")
-        return found if found is not None and not nested.search(found.text) else None
+        return self._joined(calls, side, [{}, {slot: f"the {listing.at} one"}], "looked up")
+
+    def _listed(self, side: Side) -> Candidate | None:
+        """Make a thing, list what there is, and use what stands first or last in the list."""
+        lister, user, leaf = self._chance.choice(self._uses)
+        if _MANY & set(user.object.split()) or not self.changers:
+            return None
+        world = self._world(side)
+        made = self._call(self._chance.choice(self.changers), world, side)
+        world.step, world.linked = 1, False
+        listed = self._call(lister, world, side) if made is not None else None
+        if made is None or listed is None or not world.linked:
+            return None
+        arguments: JsonObject = {}
+        put(arguments, leaf.path, OPEN)
+        reference = Reference(1, leaf, self._chance.choice(("first", "last")))
+        return self._phrased([made, listed, PlannedCall(user, arguments, ((leaf, OPEN),), reference=reference)], side)
+
+    def told(self, candidate: Candidate, index: int, results: Sequence[str]) -> Candidate | None:
+        """The candidate with the open argument of a call filled in from the results so far; None if they do not tell it."""
+        call = candidate.calls[index]
+        if call.reference is None:
+            return candidate
+        source, path = call.reference.call, call.reference.leaf.path
+        value = value_in(call.reference, candidate.calls[source].arguments, results[source], self._found.prefix)
+        if value is None:
+            return None
+        arguments = {**call.arguments}
+        put(arguments, path, value)
+        given = tuple((leaf, value if leaf.path == path else known) for leaf, known in call.given)
+        calls = [*candidate.calls]
+        calls[index] = replace(call, arguments=arguments, given=given, reference=None)
+        return replace(candidate, calls=tuple(calls))
+
+
+_NESTED = re.compile(r"\b(?:files?|tables?|folders?|key|the|an?) the (?:first|last|new) one")
+ERRANDS = frozenset(words("task todo reminder errand chore issue ticket"))
+
+
+def _pointed(call: PlannedCall) -> dict[str, str]:
+    """What is said instead of a value that is still open."""
+    reference = call.reference
+    return {} if reference is None else {slot_of(reference.leaf, [leaf for leaf, _ in call.given]): reference.said}
 
 
 def _candidate(text: str, calls: Sequence[PlannedCall], wording: Wording, form: str) -> Candidate | None:

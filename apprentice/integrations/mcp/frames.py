@@ -25,6 +25,8 @@ class Frame:
     """The name of the value in the result that its questions ask for, where there may be others."""
 
 
+_TITLED = r"\b(?:note|memo|document|doc|page|article|post|entry|snippet|draft)s?\b"
+"""Things that are a text under a title."""
 FRAMES: tuple[Frame, ...] = (
     Frame(
         "time in a zone",
@@ -411,6 +413,92 @@ FRAMES: tuple[Frame, ...] = (
         ),
         verbs=("get", "list"),
         about=r"\b(?:table|schema|columns?)\b",
+    ),
+    Frame(
+        "value under a key",
+        ("key", "text"),
+        (
+            'Keep "{text}" under the key {key}.',
+            'Under the key {key}, I want to have "{text}".',
+            'Let the key {key} hold "{text}".',
+            'Please store "{text}" under the key {key}.',
+            'The key {key} should hold "{text}".',
+            'Put "{text}" under the key {key}.',
+        ),
+        (
+            'keep "{text}" under the key {key}',
+            'store "{text}" under the key {key}',
+            'put "{text}" under the key {key}',
+            'let the key {key} hold "{text}"',
+            'make "{text}" what the key {key} holds',
+            'have "{text}" kept under the key {key}',
+        ),
+        verbs=("write", "create", "add", "update"),
+    ),
+    Frame(
+        "what a key holds",
+        ("key",),
+        (
+            "What is kept under {key}?",
+            "What does {key} hold?",
+            "Tell me what stands under {key}.",
+            "Show me what is kept under {key}.",
+            "I'd like to know what {key} holds.",
+            "Look up {key} for me.",
+        ),
+        (
+            "tell me what is kept under {key}",
+            "show me what {key} holds",
+            "look up {key}",
+            "tell me what stands under {key}",
+            "find out what {key} holds",
+            "let me know what is kept under {key}",
+        ),
+        verbs=("get", "search"),
+    ),
+    Frame(
+        "write a titled text",
+        ("name", "sentence"),
+        (
+            'Make a new {one} called "{name}" that says "{sentence}".',
+            'I need a {one} "{name}" with the text "{sentence}".',
+            'Write "{sentence}" in a new {one} with the title "{name}".',
+            'Please write down under the title "{name}": "{sentence}".',
+            'Start a {one} called "{name}" with the words "{sentence}".',
+            'Put "{sentence}" in a new {one} called "{name}".',
+        ),
+        (
+            'make a new {one} called "{name}" that says "{sentence}"',
+            'write "{sentence}" in a new {one} with the title "{name}"',
+            'put "{sentence}" in a new {one} called "{name}"',
+            'write down "{sentence}" under the title "{name}"',
+            'start a {one} called "{name}" with the words "{sentence}"',
+            'set up a {one} "{name}" with the text "{sentence}"',
+        ),
+        verbs=("write", "create", "add"),
+        about=_TITLED,
+    ),
+    Frame(
+        "read a titled text",
+        ("name",),
+        (
+            'What does the {one} "{name}" say?',
+            'Tell me what is in the {one} "{name}".',
+            'Show me the {one} "{name}".',
+            'I need the text of the {one} "{name}".',
+            'Let me see what "{name}" says.',
+            'What have I written in "{name}"?',
+        ),
+        (
+            'tell me what "{name}" says',
+            'show me the text of "{name}"',
+            'let me see what is in "{name}"',
+            'tell me what is written in "{name}"',
+            'read out "{name}"',
+            'show me what "{name}" says',
+        ),
+        verbs=("get",),
+        about=_TITLED,
     ),
     Frame(
         "relation",

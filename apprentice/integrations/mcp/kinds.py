@@ -28,7 +28,8 @@ _VERBS: dict[Verb, str] = {
     "create": "create make new generate init initialize register open_account mkdir touch start",
     "write": "write save put store set upload overwrite assign",
     "add": "add append insert push log record attach remember note",
-    "update": "update edit modify replace patch change increment toggle enable disable",
+    "update": "update edit modify replace patch change increment toggle enable disable complete finish close archive resolve approve "
+    "reject reopen pause resume activate deactivate",
     "move": "move rename copy mv cp transfer",
     "delete": "delete remove drop clear purge destroy erase forget reset truncate kill cancel unlink",
     "send": "send post notify publish submit trigger run execute invoke call email",
@@ -80,6 +81,11 @@ class Leaf:
         return " ".join(words_of(self.name))
 
     @property
+    def identifies(self) -> bool:
+        """Whether it takes the id of a thing: such a value is told by the server, not thought up."""
+        return self.kind == "id" or (self.kind == "integer" and words_of(self.name)[-1:] == ["id"])
+
+    @property
     def many(self) -> bool:
         return self.path[-1:] == ("[]",)
 
@@ -101,6 +107,11 @@ class Shape:
     leaves: tuple[Leaf, ...]
     reads: bool
     """Whether it changes nothing, as far as hints and names tell."""
+
+    @property
+    def thing(self) -> str:
+        """The noun for one of what it is about; "" if its name has none."""
+        return singular((self.object.split() or [""])[-1])
 
     @property
     def required(self) -> tuple[Leaf, ...]:
@@ -219,7 +230,8 @@ _BY_NAME: tuple[tuple[str, str], ...] = (
     (r"\b(?:query|search|keyword|term|needle)s?\b", "search"),
     (r"\brelation(?:ship)?(?: type)?\b", "relation"),
     (r"\b(?:type|category|class|group|tag|label|status)s?\b", "category"),
-    (r"\b(?:id|uuid|key|token|hash)s?\b", "id"),
+    (r"\b(?:id|uuid|token|hash)s?\b", "id"),
+    (r"\bkeys?\b", "key"),
     (r"\b(?:person|user|author|owner|assignee|username)\b", "name"),
     (r"\b(?:name|title|subject)s?\b", "name"),
     (

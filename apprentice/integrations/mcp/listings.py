@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pydantic import JsonValue
@@ -11,10 +11,11 @@ from pydantic import JsonValue
 from ...core.records import JsonObject
 from .explore import Exploration
 from .facts import DULL
-from .kinds import Leaf, Shape, singular, words_of
+from .kinds import Leaf, Shape, words_of
 from .values import leaves_of, parsed
 
 _MARKED = re.compile(r"^\[FILE\] (.+?)(?:\s{2,}.*)?$")
+_NUMBERED = re.compile(r"^\W*(?:id\W*)?(\d{1,9})\b", re.IGNORECASE)
 _NAMES = ("name", "title", "path", "id")
 
 
@@ -51,15 +52,20 @@ def listings_of(found: Exploration) -> list[Listing]:
     made: list[Listing] = []
     for reply in found.calls:
         lister = found.shape(reply.function)
-        if not reply.ok or lister is None or lister.verb not in ("list", "search") or not isinstance(reply.arguments, dict):
+        if (
+            not reply.ok
+            or lister is None
+            or not lister.thing
+            or lister.verb not in ("list", "search")
+            or not isinstance(reply.arguments, dict)
+        ):
             continue
-        items = list(dict.fromkeys(_items(found, reply.full_text or reply.text, reply.arguments)))
+        items = list(dict.fromkeys(items_of(reply.full_text or reply.text, reply.arguments, found.prefix)))
         if len(items) < 2:
             continue
-        thing = singular((lister.object.split() or [""])[-1])
         for reader in found.shapes:
             leaf = reader.required[0] if len(reader.required) == 1 else None
-            if leaf is not None and reader.reads and reader is not lister and _fits(leaf, thing):
+            if leaf is not None and reader.reads and reader is not lister and _fits(leaf, reader, lister):
                 made += [
                     Listing(lister, reply.arguments, reader, leaf, items[0], "first"),
                     Listing(lister, reply.arguments, reader, leaf, items[-1], "last"),
@@ -67,22 +73,47 @@ def listings_of(found: Exploration) -> list[Listing]:
     return made
 
 
-def _items(found: Exploration, text: str, arguments: JsonObject) -> Iterator[str]:
+def uses_of(shapes: Sequence[Shape], changers: Sequence[Shape]) -> list[tuple[Shape, Shape, Leaf]]:
+    """(what lists, what takes one of the listed things, where): for tasks that use what their own list shows."""
+    found: list[tuple[Shape, Shape, Leaf]] = []
+    for lister in shapes:
+        if lister.reads and lister.thing and lister.verb in ("list", "search"):
+            for user in shapes:
+                leaf = user.required[0] if len(user.required) == 1 else None
+                usable = user.reads or (user in changers and user.verb in ("update", "delete"))
+                if leaf is not None and usable and user is not lister and _fits(leaf, user, lister):
+                    found.append((lister, user, leaf))
+    return found
+
+
+def items_of(text: str, arguments: JsonObject, prefix: str = "", leaf: Leaf | None = None) -> Iterator[str]:
+    """The things in a list, as the tools that take them want them: names, titles and whole paths; ids for a leaf that takes ids."""
     value: JsonValue = parsed(text)
+    ids = leaf is not None and leaf.identifies
     if isinstance(value, str):
-        base = next((str(leaf) for _, leaf in leaves_of(arguments)), ".")
+        base = next((str(given) for _, given in leaves_of(arguments)), ".")
         for line in value.splitlines():
-            if match := _MARKED.match(line.strip()):
-                yield found.prefix + match[1] if base.strip("./") in ("", "{workdir}") else f"{base}/{match[1]}"
+            if ids:
+                if match := _NUMBERED.match(line):
+                    yield match[1]
+            elif match := _MARKED.match(line.strip()):
+                yield prefix + match[1] if base.strip("./") in ("", "{workdir}") else f"{base}/{match[1]}"
         return
-    for path, leaf in leaves_of(value):
+    container = None
+    for path, item in leaves_of(value):
         names = [part for part in path if not part.startswith("[")]
-        if isinstance(leaf, str) and len(leaf) <= 80 and len(names) <= 1 and (not names or names[0].lower() in _NAMES):
-            yield leaf
+        if len(names) > 2 or isinstance(item, bool) or not isinstance(item, str | int if ids else str) or not 0 < len(str(item)) <= 80:
+            continue
+        place = names[0] if len(names) == 2 else ""
+        if (names[-1:] and words_of(names[-1])[-1:] == ["id"]) if ids else (not names or names[-1].lower() in _NAMES):
+            container = place if container is None else container
+            if place == container:
+                yield str(item)
 
 
-def _fits(leaf: Leaf, thing: str) -> bool:
+def _fits(leaf: Leaf, user: Shape, lister: Shape) -> bool:
     """Whether a parameter takes such things: files for paths, tables for table names, a thing's name or id."""
+    thing = lister.thing
     if leaf.kind == "path":
         return thing in ("file", "directory", "folder", "path")
-    return thing in words_of(leaf.name) or leaf.kind == thing
+    return thing in words_of(leaf.name) or leaf.kind == thing or ((leaf.identifies or leaf.kind == "name") and thing == user.thing)

@@ -42,12 +42,33 @@ _CHANGES: dict[Verb, tuple[str, str, str]] = {
     "create": ("make a new {one}{rest}", "set up a new {one}{rest}", "put together a new {one}{rest}"),
     "write": ("keep a {one}{rest}", "put down the {one}{rest}", "store a {one}{rest}"),
     "add": ("put in a new {one}{rest}", "take in one more {one}{rest}", "enter a new {one}{rest}"),
-    "update": ("adapt the {one}{rest}", "bring the {one} up to date{rest}", "change the {one}{rest}"),
+    "update": ("change the {one}{rest}", "make a change to the {one}{rest}", "alter the {one}{rest}"),
     "move": ("bring the {one} elsewhere{rest}", "put the {one} in another place{rest}", "take the {one} elsewhere{rest}"),
     "delete": ("get rid of the {one}{rest}", "take away the {one}{rest}", "throw out the {one}{rest}"),
     "send": ("start the {one}{rest}", "see to the {one}{rest}", "set off the {one}{rest}"),
 }
 """Clauses for changes that no frame knows."""
+
+
+_THING = re.compile(r"\b(?:the|an?(?: new)?|one more) \{(?:one|objects?)\}")
+_QUOTED = re.compile(r'"(the (?:first|last|new) one)"')
+_SWITCHED: dict[str, str] = {"enable": "on", "activate": "on", "disable": "off", "deactivate": "off", "toggle": "on or off"}
+_SAID = frozenset({"complete", "finish", "close", "archive", "resolve", "approve", "reject", "reopen", "pause", "resume"})
+"""Verbs that a person would use too, because no other says the same."""
+
+
+def _own_clauses(shape: Shape) -> tuple[str, str, str] | None:
+    """Clauses for changes whose meaning lies in the very verb of the tool."""
+    words = words_of(shape.tool.name)
+    verb = next((word for word in words if word in _SAID or word in _SWITCHED or word == "increment"), "")
+    if verb in _SAID:
+        return f"{verb} the {{one}}{{rest}}", f"go and {verb} the {{one}}{{rest}}", f"see to it that you {verb} the {{one}}{{rest}}"
+    if verb in _SWITCHED:
+        way = _SWITCHED[verb]
+        return f"switch {way} the {{object}}{{rest}}", f"switch the {{object}} {way}{{rest}}", f"turn the {{object}} {way}{{rest}}"
+    if verb:
+        return "raise the {one} by one{rest}", "let the {one} go up by one{rest}", "make the {one} one higher{rest}"
+    return None
 
 
 def _asked(clauses: tuple[str, str, str]) -> tuple[str, ...]:
@@ -143,6 +164,8 @@ def wordings(
     slots = {slot_of(leaf, leaves): (leaf, value) for leaf, value in given}
     texts = {slot: (shown or {}).get(slot) or _said(value) for slot, (_, value) in slots.items()}
     noun = " ".join(words_of(asked)) or shape.object or "result"
+    if names_tool(noun, shape):
+        noun = "entry"  # the tool is called what it is about
     words = noun.split()
     one = " ".join([*words[:-1], singular(words[-1])])
     filled = {
@@ -156,12 +179,16 @@ def wordings(
     if frame is not None:
         templates, name, asked = (frame.does if joined else frame.asks), frame.name, frame.asks_for
     else:
-        filled["rest"] = "".join(_clause(shape, leaf, value, index, len(given)) for index, (leaf, value) in enumerate(given))
+        pointed = [slot for slot in slots if slot in (shown or {}) and slots[slot][0].kind != "timezone"]
+        others = [(leaf, value) for leaf, value in given if slot_of(leaf, leaves) not in pointed]
+        filled["rest"] = "".join(_clause(shape, leaf, value, index, len(others)) for index, (leaf, value) in enumerate(others))
         reading = shape.reads or shape.verb == "other"
-        changes = _CHANGES.get(shape.verb, _CHANGES["send"])
+        changes = _own_clauses(shape) or _CHANGES.get(shape.verb, _CHANGES["send"])
         asks = _READ if reading else _asked(changes)
         templates, name = (_READ_DO if reading else changes) if joined else asks, f"{shape.function}{GENERAL}"
-    found = [Wording(name, number, fill(template, filled), asked) for number, template in enumerate(templates)]
+        if pointed:  # "the first one" stands for the whole thing
+            templates = tuple(_THING.sub(texts[pointed[0]], template) for template in templates)
+    found = [Wording(name, number, _QUOTED.sub(r"\1", fill(template, filled)), asked) for number, template in enumerate(templates)]
     return [wording for wording in found if not names_tool(wording.text, shape)]
 
 
@@ -183,8 +210,33 @@ def _clause(shape: Shape, leaf: Leaf, value: object, index: int, count: int) -> 
     if leaf.kind in ("integer", "number") and leaf.label in _SPANS:
         return f" for {value} {leaf.label}"
     label = leaf.label if leaf.label not in ("", shape.object) else leaf.kind
+    owner = leaf.kind in ("text", "name") and leaf.label in _OWNERS
+    if index == 0 and owner and (shape.reads or shape.verb == "other"):
+        return f" of the {label} {quoted(leaf.kind, value)}"
     lead = " with" if index == 0 else " and" if index == count - 1 else ","
     return f"{lead} the {label} {quoted(leaf.kind, value)}"
+
+
+_OWNERS = frozenset(
+    [
+        "account",
+        "customer",
+        "project",
+        "order",
+        "product",
+        "company",
+        "team",
+        "employee",
+        "device",
+        "repository",
+        "repo",
+        "item",
+        "user",
+        "member",
+        "person",
+    ]
+)
+"""Things that have what is asked for."""
 
 
 def _said(value: object) -> str:

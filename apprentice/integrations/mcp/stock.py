@@ -205,6 +205,15 @@ def _label(r: random.Random) -> str:
     return f"{r.choice(ADJECTIVES)} {r.choice(NOUNS)}".title()
 
 
+def errand(r: random.Random) -> str:
+    return f"{r.choice(TASKS)} the {r.choice(ADJECTIVES)} {r.choice(NOUNS)}"
+
+
+def key(r: random.Random) -> str:
+    """What a person would keep a value under."""
+    return r.choice((lambda: r.choice(NOUNS), lambda: f"{r.choice(ADJECTIVES)}_{r.choice(NOUNS)}"))()
+
+
 def sentence(r: random.Random) -> str:
     """A short thing that a person would note down; no quotes, no final stop."""
     noun = f"{r.choice(ADJECTIVES)} {r.choice(NOUNS)}"
@@ -330,7 +339,10 @@ MAKERS: dict[str, Maker] = {
     "search": word,
     "relation": lambda r: r.choice(RELATIONS),
     "category": lambda r: r.choice(CATEGORIES),
+    "key": key,
     "name": named,
+    "title": _label,
+    "errand": errand,
     "sentence": sentence,
     "fact": fact,
     "text": word,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import random
@@ -16,8 +17,8 @@ from ...core.client.progress import Progress, progress_of
 from ...core.errors import InfrastructureError
 from ...core.records import JsonObject, Scenario
 from .compose import Candidate, Composer, PlannedCall
-from .environment import SessionPool
-from .execute import Executed, execute
+from .environment import SessionPool, processors
+from .execute import CALL_SECONDS, Executed, execute
 from .explore import Exploration
 from .facts import facts_of
 from .generator import Generator
@@ -101,6 +102,7 @@ class _Maker:
             if not batch:
                 return
             before = sum(map(len, self._kept.values()))
+            batch = await self._told(batch)
             results = await self._execute([candidate for _, candidate in batch])
             for (side, _), executed in zip(batch, results, strict=True):
                 self._judge(side, executed)
@@ -143,6 +145,20 @@ class _Maker:
 
     async def _execute(self, candidates: Sequence[Candidate]) -> list[Executed]:
         return await execute(self._pool, candidates, self._found.state, concurrency=self._concurrency)
+
+    async def _told(self, batch: Sequence[tuple[Side, Candidate]]) -> list[tuple[Side, Candidate]]:
+        """The candidates with what their earlier calls tell filled in; those whose calls do not tell it are left out."""
+        gate = asyncio.Semaphore(self._concurrency or max(2, processors()))
+
+        async def told(side: Side, candidate: Candidate) -> Candidate | None:
+            if not any(call.reference for call in candidate.calls):
+                return candidate
+            async with gate:
+                return await tried(self._pool, self._composer, candidate, side)
+
+        known = await asyncio.gather(*(told(side, candidate) for side, candidate in batch))
+        self._failures.update(candidate.functions for (_, candidate), found in zip(batch, known, strict=True) if found is None)
+        return [(side, found) for (side, _), found in zip(batch, known, strict=True) if found is not None]
 
     def _judge(self, side: Side, executed: Executed) -> None:
         candidate = executed.candidate
@@ -198,6 +214,29 @@ class _Maker:
         kept = [pair for pairs in self._kept.values() for pair in pairs][: self._count]
         self._chance.shuffle(kept)
         return [scenario for _, scenario in sorted(kept, key=lambda pair: pair[0].form != "explicit")]
+
+
+async def tried(pool: SessionPool, composer: Composer, candidate: Candidate, side: Side) -> Candidate | None:
+    """The candidate with its open arguments filled in from its own calls, made on a fresh session; None if they do not tell them."""
+    results: list[str] = []
+    async with pool.environment() as env:
+        for index in range(len(candidate.calls)):
+            found = composer.told(candidate, index, results)
+            if found is None:
+                return None
+            candidate = found
+            if not any(later.reference for later in candidate.calls[index + 1 :]):
+                return candidate
+            call = candidate.calls[index]
+            try:
+                async with asyncio.timeout(CALL_SECONDS):
+                    reply = await env.call(call.shape.function, call.arguments)
+            except TimeoutError:
+                return None
+            if not reply.ok:
+                return None
+            results.append(reply.full_text or reply.text)
+    return candidate
 
 
 def scenario_of(executed: Executed) -> Scenario:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
+from .references import Reference
 from .sql_phrases import Rows
 from .values import canonical
 
@@ -57,6 +58,12 @@ class World:
     """What was noted about a thing."""
     things: set[str] = field(default_factory=set[str])
     """Names that are no person's."""
+    results: list[tuple[int, str]] = field(default_factory=list[tuple[int, str]])
+    """Calls of the task that made something, whose result may tell its id: (number of the call, noun)."""
+    step: int = 0
+    """The number of the call being made."""
+    awaited: Reference | None = None
+    """The value of the call being made that only an earlier result will tell."""
     linked: bool = False
     """Whether the call being made uses something that was made."""
 

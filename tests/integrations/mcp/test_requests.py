@@ -14,6 +14,7 @@ from apprentice.integrations.mcp.compose import HERE, Candidate, Composer, side_
 from apprentice.integrations.mcp.frames import FRAMES
 from apprentice.integrations.mcp.kinds import shape_of, words_of
 from apprentice.integrations.mcp.phrases import names_tool, wordings
+from apprentice.integrations.mcp.references import OPEN
 from apprentice.integrations.mcp.values import leaves_of
 
 
@@ -91,6 +92,9 @@ def test_every_value_stands_in_the_request_and_no_tool_is_named(name: str, seed:
                 )
                 continue
             for _, value in leaves_of(call.arguments):
+                if call.reference is not None and value == OPEN:
+                    assert call.reference.said in candidate.text
+                    continue
                 assert str(value) in candidate.text or (value == "." and HERE in candidate.text), (candidate.text, value)
         assert "{" not in candidate.text
 
