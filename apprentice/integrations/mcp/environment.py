@@ -25,7 +25,6 @@ from .processes import Lease
 from .reply import ToolReply
 from .session import McpSession
 from .spec import McpServer
-from .state import folder_state
 from .tools import McpTool, ToolSet
 
 NAMED_TOOLS = 20
@@ -117,13 +116,13 @@ class McpEnvironment:
     async def state(self) -> JsonObject:
         """What can be seen of the servers' state: `{server: {"files": {path: text or hash or tables}, "resources": {uri: text}}}`.
 
-        Servers of which nothing can be seen are left out. Two runs that did the same have the same state.
+        Secrets are not in it. Servers of which nothing can be seen are left out. Two runs that did the same have the same state.
         """
         found: JsonObject = {}
         for name in self.sessions:
             session = await self._session(name)
             seen: JsonObject = {}
-            if session.workdir is not None and (files := await asyncio.to_thread(folder_state, session.workdir)):
+            if files := await session.files():
                 seen["files"] = files
             if resources := await _resources(session):
                 seen["resources"] = resources

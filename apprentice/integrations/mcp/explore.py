@@ -23,6 +23,7 @@ from ...core.errors import ConfigError
 from ...core.records import JsonObject
 from .environment import McpEnvironment, SessionPool
 from .kinds import READING, Leaf, Shape, harmful, shape_of, singular, words_of
+from .redaction import MARK
 from .reply import ToolReply
 from .spec import WORKDIR, McpServer
 from .stock import MAKERS
@@ -70,7 +71,8 @@ class Exploration:
 
     def add(self, key: str, value: JsonValue) -> None:
         known = self.values.setdefault(key, [])
-        if value not in known and value not in ("", None) and len(known) < MOST_VALUES:
+        hidden = isinstance(value, str) and MARK in value  # a secret, of which nothing can be asked
+        if value not in known and value not in ("", None) and not hidden and len(known) < MOST_VALUES:
             known.append(value)
 
     def known(self, shape: Shape, leaf: Leaf) -> list[JsonValue]:

@@ -11,6 +11,7 @@ from pydantic import JsonValue
 from ...core.records import JsonObject
 from .kinds import Shape, words_of
 from .masks import ISO, path_text
+from .redaction import MARK
 from .spec import WORKDIR
 from .values import Path, at, canonical, leaves_of, parsed
 
@@ -101,7 +102,7 @@ def _within(text: str, given: set[str]) -> bool:
 def _fact(shape: Shape, index: int, path: Path, value: JsonValue, volatile: Sequence[str]) -> Fact | None:
     if isinstance(value, bool) or value is None or value == "" or (isinstance(value, str) and (len(value) > LONGEST_FACT or "\n" in value)):
         return None
-    if isinstance(value, str) and _NOTHING.fullmatch(value):
+    if isinstance(value, str) and (MARK in value or _NOTHING.fullmatch(value)):
         return None
     form = ""
     match = ISO.fullmatch(value) if isinstance(value, str) else None
@@ -133,7 +134,7 @@ def _score(shape: Shape, path: Path) -> float:
 
 def _in_text(text: str, own: set[str], sized: bool) -> list[tuple[str, str]]:
     """`sized`: the sizes of files are asked for, not only their names."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    lines = [line.strip() for line in text.splitlines() if line.strip() and MARK not in line]
     found = [match for line in lines if (match := _MARKED.match(line))]
     if found:
         sizes = {match[2]: None for match in found if match[2]} if sized else {}

@@ -19,6 +19,7 @@ from ...core.errors import ToolServerError
 from .capture import captured
 from .host_streams import host_streams
 from .proxy_records import VARIABLES, Destination, SessionRecords
+from .redaction import variable_secrets
 from .relay import Relay
 
 if TYPE_CHECKING:
@@ -39,7 +40,9 @@ async def run_proxy(
     destination = Destination.of(environment, headers=port is not None)
 
     async def session(read: Any, write: Any) -> None:  # Any: the SDK's stream protocols
-        await serve_session(server, environment, SessionRecords(destination, server.name), read, write)
+        hide = server.redactor().also(variable_secrets(environment))  # what stands beside the proxy in a host's file is the server's
+        records = SessionRecords(destination, server.name, hide)
+        await serve_session(server, environment, records, read, write)
 
     async with _until_signal(), _closing(destination):
         if port is None:

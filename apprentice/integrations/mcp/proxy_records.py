@@ -23,6 +23,7 @@ from ...core.client.transport import Transport
 from ...core.errors import ApprenticeError, ConfigError
 from ...core.records import ToolEvent, new_id
 from ...core.wire import FinishTrajectory, OpenTrajectory
+from .redaction import Redactor
 
 if TYPE_CHECKING:
     from mcp.shared.message import SessionMessage
@@ -62,11 +63,12 @@ class Destination:
 
 
 class SessionRecords:
-    """The recordings of one host's session."""
+    """The recordings of one host's session. What `hide` hides is in none of them; the host itself gets all of it."""
 
-    def __init__(self, destination: Destination, server: str) -> None:
+    def __init__(self, destination: Destination, server: str, hide: Redactor) -> None:
         self._to = destination
         self._server = server
+        self._hide = hide
         self._recordings: dict[str, ToolRecording] = {}
         self._fresh: ToolRecording | None = None
         self._opened = False
@@ -79,7 +81,7 @@ class SessionRecords:
         if identity is None:
             return self._own()
         if identity not in self._recordings:
-            self._recordings[identity] = ToolRecording(identity, self._to.api.tool_event)
+            self._recordings[identity] = ToolRecording(identity, self._send)
         return self._recordings[identity]
 
     async def close(self) -> None:
@@ -96,14 +98,18 @@ class SessionRecords:
 
     def _own(self) -> ToolRecording | None:
         if self._fresh is None and self._to.policy is not None:
-            self._fresh = ToolRecording(new_id("trj"), self._send)
+            self._fresh = ToolRecording(new_id("trj"), self._send_first)
         return self._fresh
 
-    async def _send(self, event: ToolEvent) -> None:
+    async def _send_first(self, event: ToolEvent) -> None:
         """The trajectory is opened with its first call: hosts connect to servers that they then do not use."""
         if not self._opened:
             policy = self._to.policy or ""
             metadata = OpenTrajectory(id=event.trajectory_id, policy=policy, metadata={"mcp_server": self._server, "source": "mcp proxy"})
             await self._to.api.open_trajectory(metadata)
             self._opened = True
-        await self._to.api.tool_event(event)
+        await self._send(event)
+
+    async def _send(self, event: ToolEvent) -> None:
+        shown = {"arguments": self._hide.value(event.arguments), "result": self._hide.text(event.result)}
+        await self._to.api.tool_event(event.model_copy(update=shown))

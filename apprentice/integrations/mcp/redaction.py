@@ -12,7 +12,7 @@ import json
 import logging
 import re
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from urllib.parse import parse_qsl, quote, unquote, urlsplit, urlunsplit
@@ -64,7 +64,13 @@ class Redactor:
             if len(secret) >= SHORTEST:
                 encoded = base64.b64encode(secret.encode()).decode().rstrip("=")
                 forms |= {secret, json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], quote(secret, safe=""), encoded}
-        self.forms = tuple(sorted(forms, key=len, reverse=True))  # the longest first: one secret may hold another
+        self.forms = _longest_first(forms)
+
+    def also(self, secrets: Iterable[str]) -> Redactor:
+        """One that hides these too."""
+        both = Redactor(secrets)
+        both.forms = _longest_first({*self.forms, *both.forms})
+        return both
 
     def text(self, text: str) -> str:
         for form in self.forms:
@@ -84,6 +90,10 @@ class Redactor:
         if isinstance(value, dict):
             return {self.text(key): self._value(item) for key, item in value.items()}
         return value
+
+
+def _longest_first(forms: set[str]) -> tuple[str, ...]:
+    return tuple(sorted(forms, key=len, reverse=True))  # one secret may hold another
 
 
 class _LogFilter(logging.Filter):
@@ -151,6 +161,11 @@ def our_call() -> Generator[None]:
         yield
     finally:
         _ours.reset(token)
+
+
+def variable_secrets(environment: Mapping[str, str]) -> list[str]:
+    """Values of variables with telling names, in an environment that holds many others (`SSH_AUTH_SOCK` is a path)."""
+    return [value for name, value in environment.items() if telling(name) and len(value) >= TOKEN_LENGTH and value[0] not in "/~."]
 
 
 def url_secrets(url: str) -> list[str]:

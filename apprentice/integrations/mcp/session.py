@@ -29,6 +29,7 @@ from .repairs import Repairs
 from .reply import ToolReply
 from .results import cap_text, reply_of
 from .spec import WORKDIR, McpServer
+from .state import folder_state
 from .tools import McpTool
 from .transport import CHANGED, Frame, Observer, Recording
 from .turns import Turns
@@ -126,6 +127,12 @@ class McpSession:
                 return self._hide.text(file.read().decode("utf-8", "replace"))
         except OSError:
             return ""
+
+    async def files(self) -> JsonObject:
+        """What lies in the private folder (see `folder_state`), without secrets; {} where there is none."""
+        if self.workdir is None:
+            return {}
+        return cast("JsonObject", self._hide.value(await asyncio.to_thread(folder_state, self.workdir)))
 
     # ---- opening and closing ------------------------------------------------------------------------------------------
 

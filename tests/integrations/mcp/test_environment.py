@@ -20,9 +20,16 @@ from support import mcp_servers
 from apprentice.core.errors import ApprenticeError, ConfigError, ToolServerError
 from apprentice.integrations.mcp import environment as environment_module
 from apprentice.integrations.mcp.environment import McpEnvironment, SessionPool
+from apprentice.integrations.mcp.explore import Exploration, explore
+from apprentice.integrations.mcp.facts import facts_of
+from apprentice.integrations.mcp.kinds import shape_of
+from apprentice.integrations.mcp.redaction import MARK
+from apprentice.integrations.mcp.scenarios import notes_of
 from apprentice.integrations.mcp.session import McpSession
 from apprentice.integrations.mcp.spec import McpServer, SetupCall
 from apprentice.integrations.mcp.state import MOST_ROWS, folder_state
+from apprentice.integrations.mcp.synthesize import synthesize
+from apprentice.integrations.mcp.tools import McpTool
 
 
 def hostile(script: str, *arguments: str, **options: Any) -> McpServer:
@@ -409,3 +416,32 @@ async def test_200_rollouts_in_a_row_leave_no_process_no_file_and_no_growing_mem
     assert len(children) == 200
     alive = [pid for pid in children if psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE]
     assert (alive, own_processes(), list((tmp_path / "temporary").iterdir())) == ([], [], [])
+
+
+async def test_a_secret_that_a_server_writes_or_tells_is_in_no_state_no_value_and_no_scenario() -> None:
+    key = "sk-4711-very-secret"
+    server = hostile("keeps_notes", "{workdir}/notes.txt", name="notes", env={"NOTES_KEY": key})
+    async with SessionPool([server]) as pool:
+        async with pool.environment() as env:
+            assert (await env.call("write_note", {"content": "buy milk"})).ok
+            assert await env.state() == {"notes": {"files": {"notes.txt": f"buy milk\n{MARK}\n"}}}
+        found = await explore(pool)
+        scenarios = await synthesize(pool, found, count=6, held_out=2)
+    assert any(scenario.metadata["state"] for scenario in scenarios)
+    told = "".join(scenario.model_dump_json() for scenario in scenarios)
+    assert MARK in told
+    assert key not in told
+    asked = [notes_of(scenario) for scenario in scenarios]
+    assert not [text for notes in asked for text in (*notes.facts, *(str(call.arguments) for call in notes.calls)) if MARK in text]
+
+
+def test_what_was_redacted_is_no_fact_and_nothing_to_ask_about() -> None:
+    tool = McpTool("s", "get_account", "The account.", {"type": "object", "properties": {}})
+    shape = shape_of("get_account", tool)
+    for result in (f'{{"name": "{MARK}"}}', f"account {MARK}", f"{MARK}\n{MARK}", f"[FILE] {MARK}"):
+        assert facts_of(shape, 0, {}, result, [], []) == []
+    (left,) = facts_of(shape, 0, {}, f"owner: Ada\nkey: {MARK}", [], [])
+    assert left.text == "Ada"
+    found = Exploration()
+    found.add("name", f"account {MARK}")
+    assert found.values["name"] == []

@@ -444,3 +444,20 @@ async def test_a_url_is_captured_for_each_caller_by_itself(server: ClientServer)
 async def test_a_proxy_that_could_not_record_is_refused_at_once(environment: dict[str, str], port: int | None, sentence: str) -> None:
     with pytest.raises((ConfigError), match=sentence):
         await run_proxy(parse_server("true"), port=port, environment=environment)
+
+
+@pytest.mark.parametrize("given", ["to the server", "beside the proxy"])
+async def test_the_host_gets_what_the_server_says_and_the_record_has_no_secret(server: ClientServer, tmp_path: Path, given: str) -> None:
+    model = await server.model()
+    secret = {"NOTES_KEY": "sk-4711-very-secret"}
+    command = shlex.join(mcp_servers.hostile("keeps_notes", str(tmp_path / "notes.txt")))
+    spec = parse_server(command, env=secret) if given == "to the server" else parse_server(command)
+    beside = {} if given == "to the server" else secret
+    for named in (False, True):
+        async with model.trajectory() as open_one:
+            where = {"APPRENTICE_TRAJECTORY": open_one.id} if named else {"APPRENTICE_POLICY": model.policy}
+            async with http_proxy(spec, APPRENTICE_URL=server.url, **where, **beside) as url, Client(url, mode="legacy") as client:
+                result = await client.call_tool("write_note", {"content": f"my key is {secret['NOTES_KEY']}"})
+                assert result.content[0].text == f"noted with {secret['NOTES_KEY']}"  # type: ignore[union-attr]
+    events = [event for found in await model.api.trajectories(policy=model.policy) for event in server.stored(found.id).tool_events]
+    assert [(event.arguments, event.result) for event in events] == [({"content": "my key is •••"}, "noted with •••")] * 2
