@@ -251,7 +251,12 @@ def proxy(
     allow: Allow = None,
     deny: Deny = None,
 ) -> None:
-    """Be that server to any MCP host, and record every tool call. Where to: APPRENTICE_URL, APPRENTICE_TRAJECTORY."""
+    """Be that server to any MCP host, and record every tool call.
+
+    APPRENTICE_URL: of a running server. APPRENTICE_POLICY: a model registered
+    there; each session opens a trajectory of it. Or APPRENTICE_TRAJECTORY: the
+    id of one that is open.
+    """
     from .proxy import run_proxy
 
     spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)

@@ -6,6 +6,8 @@ Not the SDK's own `stdio_server`: that reads in a thread which nothing can inter
 from __future__ import annotations
 
 import asyncio
+import os
+import stat
 import sys
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
@@ -35,15 +37,19 @@ async def host_streams(stdin: BinaryIO | None = None, stdout: BinaryIO | None = 
 
 
 async def _reader(file: BinaryIO) -> tuple[asyncio.StreamReader, asyncio.ReadTransport | None]:
-    loop = asyncio.get_running_loop()
     reader = asyncio.StreamReader(limit=LONGEST_LINE)
-    try:
-        transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
-    except ValueError:
+    if not _comes_in_time(file):
         reader.feed_data(file.read())
         reader.feed_eof()
         return reader, None
+    transport, _ = await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), file)
     return reader, transport
+
+
+def _comes_in_time(file: BinaryIO) -> bool:
+    """Whether what is read has to be waited for: a pipe, a socket, a terminal; not a file, nor a device such as /dev/null."""
+    mode = os.fstat(file.fileno()).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or file.isatty()
 
 
 async def _writer(file: BinaryIO) -> asyncio.StreamWriter | BinaryIO:

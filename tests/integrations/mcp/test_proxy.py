@@ -432,6 +432,22 @@ async def test_a_url_is_captured_for_each_caller_by_itself(server: ClientServer)
     ]
 
 
+async def test_a_host_that_says_nothing_at_all_is_the_end_of_its_input(server: ClientServer) -> None:
+    await server.model()
+    environment = {**os.environ, "APPRENTICE_URL": server.url, "APPRENTICE_POLICY": f"mail/{server.name}"}
+    command = [sys.executable, "-m", "apprentice", "mcp", "proxy", shlex.join(mcp_servers.hostile("plain"))]
+    process = await asyncio.create_subprocess_exec(
+        *command, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, env=environment
+    )
+    try:
+        _, log = await asyncio.wait_for(process.communicate(), 30)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert (process.returncode, b"Traceback" in log) == (0, False), log.decode()
+
+
 @pytest.mark.parametrize(
     ("environment", "port", "sentence"),
     [

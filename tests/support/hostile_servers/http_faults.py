@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
-
 _BODIES = {"/json": ("application/json", b'{"message": "Welcome to the API"}'), "/empty": ("application/json", b"")}
 
 
