@@ -25,8 +25,8 @@ from .phrases import GENERAL, JOINS, Wording, fill, join, names_tool, slot_of, w
 from .references import OPEN, Reference, value_in
 from .spec import WORKDIR
 from .sql_phrases import Row, Rows, Statement, creation, insertion, new_row, question, update
-from .stock import MAKERS, SMALL_STOCKS, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
-from .values import at, canonical, put
+from .stock import MAKERS, SMALL_STOCKS, TABLE_FAMILIES, TABLES, Table, city_of, company, fact, named, number, person, thing_fact, words
+from .values import at, canonical, leaves_of, put
 from .world import Side, Sides, World
 
 T = TypeVar("T")
@@ -84,7 +84,8 @@ class Composer:
         self.sides = Sides(seed, share)
         for kind in ("table", "path", "folder", "name", "id", "key"):
             self.sides.deal([value for value in exploration.values.get(kind, []) if value not in (".", WORKDIR)])
-        for stock in ([table.name for table in TABLES], *SMALL_STOCKS):
+        self.sides.deal_groups(TABLE_FAMILIES)
+        for stock in SMALL_STOCKS:
             self.sides.deal([*stock])
         for shape in exploration.shapes:
             for leaf in shape.leaves:
@@ -108,11 +109,16 @@ class Composer:
         made: list[Candidate] = []
         for _ in range(TRIES):
             found = self._attempt(side, length)
-            if found is not None and admits(found):
+            if found is not None and self._dealt(found, side) and admits(found):
                 made.append(found)
             if len(made) == 6:
                 break
         return min(made, key=lambda c: (uses[c.functions], self._chance.random()), default=None)
+
+    def _dealt(self, candidate: Candidate, side: Side) -> bool:
+        """Whether the part is right for calls that have no value of their own: those belong to one part as values do."""
+        valued = any(leaf not in (".", WORKDIR) for call in candidate.calls for _, leaf in leaves_of(call.arguments))
+        return valued or self.sides.of(candidate.key) == side
 
     def _attempt(self, side: Side, length: int) -> Candidate | None:
         if length == 2 and self._listings and self._chance.random() < 0.3:
@@ -385,7 +391,8 @@ class Composer:
         chance = self._chance
         if kind == "sql_create":
             names = {rows.table.name for rows in (*world.tables, *world.new_tables)}
-            tables = [table for table in TABLES if self.sides.of(table.name) == side and table.name not in names]
+            fitting = [t for t in TABLES if all(self.sides.of(name) == side for name in (t.name, t.text, t.number))]
+            tables = [table for table in fitting if table.name not in names]
             if not tables:
                 return None
             table = chance.choice(tables)

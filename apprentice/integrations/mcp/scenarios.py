@@ -19,12 +19,15 @@ from pydantic import Field, JsonValue, ValidationError
 
 from ...core.errors import ConfigError
 from ...core.records import JsonObject, Record, Scenario
-from .values import canonical, leaves_of
+from .values import canonical, leaves_of, sql_values
 
 ENOUGH_TOOLS = 8
 """With so many tools in the scenarios, one in so many is held out wholly."""
 FEW_OPTIONS = 3
 """A parameter with at most so many values may have them in both parts, if there is no other way."""
+ROOT = "."
+"""The folder that everything is in: it may be in both parts, for it cannot be another one."""
+ROOTS = frozenset({".", "./", "/", "{workdir}", "{workdir}/"})
 COMMON = 0.5
 """So may a value that stands in this share of all calls of a tool."""
 
@@ -112,7 +115,7 @@ def _scenario(path: Path, number: int, line: str) -> Scenario:
 
 
 def argument_values(scenario: Scenario) -> set[str]:
-    """The leaves of all arguments of a scenario, in one spelling; booleans, nulls and the private folder's root are none."""
+    """The leaves of all arguments of a scenario, in one spelling, and what SQL names; booleans and nulls are none."""
     return {value for _, value in _placed(scenario)}
 
 
@@ -121,17 +124,24 @@ def _placed(scenario: Scenario) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     for call in notes_of(scenario).calls:
         for path, leaf in leaves_of(call.arguments):
-            if leaf is None or isinstance(leaf, bool) or leaf in ("", ".", "{workdir}", "/", "*"):
+            if leaf is None or isinstance(leaf, bool) or leaf in ("", "*"):
                 continue
             general = ".".join("[]" if part.startswith("[") else part for part in path)
             key = path[-1] if path and not path[-1].startswith("[") else general
-            found.append((f"{call.tool}.{general}", canonical({key: leaf}).lower().split(": ", 1)[1].rstrip("}").strip('"')))
+            place = f"{call.tool}.{general}"
+            found.append((place, ROOT if leaf in ROOTS else canonical({key: leaf}).lower().split(": ", 1)[1].rstrip("}").strip('"')))
+            found += [(place, value) for value in sql_values(str(leaf))]
     return found
 
 
 def wording_of(scenario: Scenario) -> str | None:
     frame, number = scenario.metadata.get("frame"), scenario.metadata.get("wording")
     return f"wording {frame}#{number}" if frame not in (None, "free") else None
+
+
+def _calls_of(scenario: Scenario) -> str:
+    """The same calls are never in both parts, whether they have arguments or not."""
+    return "calls " + canonical([[call.tool, call.arguments] for call in notes_of(scenario).calls])
 
 
 def meant_for_test(scenario: Scenario) -> bool:
@@ -150,7 +160,7 @@ def split(scenarios: Sequence[Scenario], held_out: int, seed: int = 0) -> tuple[
     if len(scenarios) < 2 or held_out < 1:
         return [_marked(scenario, "train") for scenario in scenarios], []
     best: tuple[list[Scenario], list[Scenario]] = ([], [])
-    for exempt in (frozenset[str](), _unavoidable(scenarios)):
+    for exempt in (frozenset({ROOT}), _unavoidable(scenarios)):
         parts = _parts(scenarios, held_out, exempt, chance)
         if _worth(parts, held_out) > _worth(best, held_out):
             best = parts
@@ -179,14 +189,14 @@ def _unavoidable(scenarios: Sequence[Scenario]) -> frozenset[str]:
         total = tools[place.split(".", 1)[0]]
         few = len(values) <= FEW_OPTIONS
         found |= {value for value, count in values.items() if few or count >= COMMON * total}
-    return frozenset(found)
+    return frozenset({*found, ROOT})
 
 
 def _parts(
     scenarios: Sequence[Scenario], held_out: int, exempt: frozenset[str], chance: random.Random
 ) -> tuple[list[Scenario], list[Scenario]]:
     """Whole clusters of scenarios that hang together by values or wordings go to one part; one too big to give away is cut."""
-    keys = [{*(argument_values(s) - exempt), *filter(None, [wording_of(s)])} for s in scenarios]
+    keys = [{*(argument_values(s) - exempt), *filter(None, [wording_of(s)]), _calls_of(s)} for s in scenarios]
     clusters = _clusters(keys)
     chance.shuffle(clusters)
     clusters.sort(key=len)

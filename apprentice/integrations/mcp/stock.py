@@ -175,18 +175,23 @@ class Table:
     number: str
 
 
-_TABLES = (
-    "books:title:pages songs:title:seconds employees:name:salary orders:customer:amount planets:name:moons recipes:title:minutes "
-    "movies:title:year players:name:score pets:name:age invoices:customer:total students:name:grade courses:title:hours "
-    "flights:airline:seats hotels:name:rooms plants:name:height tasks:title:priority products:name:price tickets:owner:price "
-    "cars:model:speed museums:name:visitors rivers:name:length lakes:name:depth mountains:name:height teams:name:points "
-    "coaches:name:wins lamps:model:watts chairs:model:weight bakeries:name:ovens ships:name:crew trains:name:wagons "
-    "gardens:name:area farms:owner:cows bridges:name:length towers:name:floors schools:name:pupils clubs:name:members "
-    "shops:name:sales paintings:artist:price concerts:band:guests races:winner:laps stations:name:platforms parks:name:trees "
-    "castles:name:rooms islands:name:villages dentists:name:patients poems:author:lines games:title:levels bikes:model:gears "
-    "phones:model:price printers:model:copies elevators:name:floors orchards:owner:trees theaters:name:seats kitchens:owner:ovens"
+_FAMILIES: dict[str, str] = {
+    "title": "books:pages songs:seconds recipes:minutes movies:year courses:hours games:levels tasks:priority",
+    "name": "employees:salary planets:moons pets:age plants:height teams:points lakes:depth rivers:length",
+    "customer": "orders:amount invoices:total parcels:weight deliveries:boxes repairs:days bookings:nights refunds:cents",
+    "owner": "farms:cows orchards:trees kitchens:ovens boats:sails stables:horses garages:vans gardens:benches",
+    "model": "cars:speed bikes:gears lamps:watts phones:storage printers:copies chairs:legs radios:channels",
+    "artist": "paintings:euros albums:tracks statues:tons drawings:inches murals:meters posters:prints portraits:sittings",
+    "author": "poems:lines novels:chapters plays:acts essays:sentences letters:sheets diaries:entries fables:animals",
+    "place": "hotels:beds museums:visitors schools:pupils theaters:seats stations:platforms castles:towers islands:villages",
+    "leader": "clubs:members bands:concerts tours:stops crews:sailors choirs:singers committees:votes troops:tents",
+    "winner": "races:laps tournaments:rounds contests:judges matches:goals regattas:yachts rallies:stages quizzes:questions",
+}
+TABLES = tuple(Table(name, text, number) for text, names in _FAMILIES.items() for name, number in (t.split(":") for t in names.split()))
+TABLE_FAMILIES = tuple(
+    (text, *(part for table in TABLES if table.text == text for part in (table.name, table.number))) for text in _FAMILIES
 )
-TABLES = tuple(Table(*entry.split(":")) for entry in _TABLES.split())
+"""Tables with the same text column, each with its columns: no two families have a name in common."""
 
 
 def person(r: random.Random) -> str:

@@ -134,6 +134,24 @@ def plain_sql(text: str) -> str:
     return " ".join(parts)
 
 
+_SQL_WORDS = frozenset(
+    re.findall(
+        r"\w+",
+        "select from where and or not insert into values update set delete create table if exists drop alter add column with as on join "
+        "left inner outer group by order asc desc limit offset having distinct count sum avg min max lower upper length text integer real "
+        "blob varchar numeric null is in like between primary key autoincrement unique default pragma case when then else end union all",
+    )
+)
+
+
+def sql_values(text: str) -> list[str]:
+    """What a SQL statement names and holds: tables, columns, numbers, texts; [] for other texts."""
+    if not _SQL.match(text):
+        return []
+    parts = [part[1:-1] if part[0] in "'\"" else part for part in _SQL_PART.findall(text)]
+    return [part.lower() for part in parts if re.search(r"\w", part) and part.lower() not in _SQL_WORDS]
+
+
 def canonical(value: JsonValue) -> str:
     """A key for comparing values."""
     return json.dumps(plain(value), sort_keys=True, ensure_ascii=False)

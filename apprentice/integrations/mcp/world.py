@@ -40,6 +40,14 @@ class Sides:
         for index, value in enumerate(order):
             self._fixed.setdefault(canonical(value).lower(), "test" if index < wanted else "train")
 
+    def deal_groups(self, groups: Sequence[Sequence[JsonValue]]) -> None:
+        """See to it that both parts have some of the groups; the values of a group stay together."""
+        order = sorted(groups, key=lambda group: hashlib.sha256(f"{self._seed} {canonical([*group])}".encode()).digest())
+        wanted = max(1, round(len(order) * self._share))
+        for index, group in enumerate(order):
+            for value in group:
+                self._fixed.setdefault(canonical(value).lower(), "test" if index < wanted else "train")
+
     def admits(self, value: JsonValue, side: Side, pool: Sequence[JsonValue] = ()) -> bool:
         return 0 < len(pool) <= 3 or self.of(value) == side
 
