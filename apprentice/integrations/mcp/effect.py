@@ -69,10 +69,10 @@ def _changed(reference: JsonObject) -> JsonObject:
 def _shows_changes(notes: ScenarioNotes) -> bool:
     """Whether the state tells that the task was done. What was made and deleted again leaves nothing, or an empty file that any
     call leaves; an empty thing that a call names is something."""
-    given = {str(leaf).removeprefix(f"{WORKDIR}/") for call in notes.calls for _, leaf in leaves_of(call.arguments)}
+    given = {str(leaf).removeprefix(f"{WORKDIR}/") for call in notes.calls for _, leaf in leaves_of(plain(call.arguments))}
     for key, content in _changed(notes.state or {}).items():
         empty = content is not None and all(leaf in ("", None, [], {}) for _, leaf in leaves_of(content))
-        if not empty or any(value and value in key for value in given):
+        if not empty or any(value and f"/{value}/" in f"{key}/" for value in given):
             return True
     return False
 

@@ -197,11 +197,12 @@ async def test_who_only_was_to_read_may_change_nothing() -> None:
 @pytest.mark.parametrize("left", [{}, {"things.jsonl": ""}, {"things.db": '{"tables": {}}'}])
 async def test_what_is_made_and_deleted_again_must_have_been_made(left: dict[str, str]) -> None:
     calls: list[JsonObject] = [
-        {"tool": name, "arguments": {"name": "lamp"}, "result": "ok", "changes": True} for name in ("make_thing", "delete_thing")
+        {"tool": name, "arguments": {"name": "lamp", "by": "hi"}, "result": "ok", "changes": True}
+        for name in ("make_thing", "delete_thing")
     ]
     scenario = writing(left, calls=calls)
     after = {"old.txt": "x", **left}
-    both = [reply(name, {"name": "lamp"}) for name in ("make_thing", "delete_thing")]
+    both = [reply(name, {"name": "lamp", "by": "hi"}) for name in ("make_thing", "delete_thing")]
     assert (await judged(scenario, both, files=after)).success
     assert not (await judged(scenario, [reply("delete_thing", {"name": "chair"})], files=after)).success
     assert not (await judged(scenario, [*both[:1], reply("delete_thing", {"name": "lamp"}, "no", "tool_error")], files=after)).success
