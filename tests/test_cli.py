@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import signal
 import socket
 import sqlite3
@@ -15,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+from support.mcp_servers import hostile
 from support.recordings import POLICY, completion
 
 from apprentice.cli import main
@@ -24,6 +26,8 @@ from apprentice.core.server.ledger import Ledger
 from apprentice.core.server.stored_checkpoints import checkpoint_info
 from apprentice.core.training.checkpoints import CheckpointState, CheckpointStore
 from apprentice.core.wire import FinishTrajectory, RegisterModel, TrainJob
+from apprentice.integrations.mcp.commands import show_report
+from apprentice.integrations.mcp.mastery_report import MasteryReport, Success
 
 Run = Callable[..., tuple[int, str, str]]
 COMMANDS = (
@@ -333,6 +337,8 @@ def sentence(result: tuple[int, str, str]) -> str:
         ("mcp master true --memory-gib 0", "'activation_memory_gib': Input should be greater than 0"),
         ("mcp master true --memory-gib nan", "'activation_memory_gib': Input should be a finite number"),
         ("mcp master true --seed -1", "'--seed'"),
+        ("mcp inspect true --connect-seconds nan", "'connect_seconds' is wrong"),
+        ("mcp inspect localhost:3000/mcp", "write http://localhost:3000/mcp"),
         ("mcp scenarios true --seed 99999999999999999999", "'--seed'"),
     ],
 )
@@ -342,6 +348,38 @@ def test_a_wrong_command_is_one_sentence(
     monkeypatch.chdir(tmp_path)
     assert expected in sentence(run(*line.replace("HOME", str(small_home)).split()))
     assert list(tmp_path.iterdir()) == []
+
+
+def test_inspect_says_what_it_waits_for(run: Run) -> None:
+    code, out, err = run("mcp", "inspect", shlex.join(hostile("never_answers")), "--connect-seconds", "0.2")
+    assert (code, out) == (2, "")
+    assert err.startswith("Waiting for never_answers, at most 0.2 s\n")
+    assert "error: the server 'never_answers' did not answer the MCP handshake within 0.2 s" in err
+
+
+def test_the_end_of_a_mastery_run_shows_paths_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    one = Success(success=0.5, ci95=(0.0, 1.0), n=2)
+    report = MasteryReport(
+        servers=("time",),
+        policy="mcp/time",
+        base_model="tiny",
+        before=one,
+        warmup=None,
+        after=one,
+        per_tool={},
+        per_difficulty={},
+        seconds=1.0,
+        steps=1,
+        train_scenarios=1,
+        test_scenarios=2,
+        stopped="",
+        adapter="x [bold]y[/bold]/adapter",
+        settings={},
+    )
+    show_report(report, Path("x [bold]y[/bold]"))
+    out = capsys.readouterr().out
+    assert "x [bold]y[/bold]/adapter" in out
+    assert "x [bold]y[/bold]/report.html" in out
 
 
 @pytest.mark.parametrize("kind", ["newer", "damaged", "foreign", "folder"])

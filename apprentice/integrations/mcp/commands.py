@@ -30,14 +30,15 @@ scenario_option = partial(typer.Option, rich_help_panel="Scenarios")
 training_option = partial(typer.Option, rich_help_panel="Training")
 
 ServerArgument = Annotated[str, typer.Argument(metavar="SERVER", help="A command, a URL, or FILE.json:NAME.")]
-Isolation = Annotated[str | None, server_option(metavar="KIND", help="process, session, or shared (stateless servers).")]
+Isolation = Annotated[str | None, server_option(metavar="KIND", help="process, session, or shared (stateless).")]
 Fixture = Annotated[Path | None, server_option(metavar="DIR", help="Copied into every rollout's {workdir}.")]
 Env = Annotated[list[str] | None, server_option("--env", metavar="K=V", help="For the server; may be repeated.")]
 Header = Annotated[list[str] | None, server_option("--header", metavar="K:V", help="For a URL; may be repeated.")]
 Bearer = Annotated[str | None, server_option(metavar="VAR", help="Environment variable with a bearer token.")]
 Allow = Annotated[list[str] | None, server_option(metavar="GLOB", help="Only these tools; may be repeated.")]
 Deny = Annotated[list[str] | None, server_option(metavar="GLOB", help="Not these tools; may be repeated.")]
-RealData = Annotated[bool, server_option("--real-data", help="Its tools may change data outside of {workdir}.")]
+Connect = Annotated[float | None, server_option("--connect-seconds", metavar="S", help="Until it must answer; default: 120.")]
+RealData = Annotated[bool, server_option("--real-data", help="May change data outside of {workdir}.")]
 Seed = Annotated[int, typer.Option(metavar="N", min=0, max=999_999)]
 GeneratorModel = Annotated[str | None, scenario_option(metavar="MODEL", help="Also invents tasks: a URL or a LiteLLM name.")]
 
@@ -51,6 +52,7 @@ def server_of(
     bearer: str | None,
     allow: list[str] | None,
     deny: list[str] | None,
+    connect: float | None,
 ) -> McpServer:
     """The server that the command line names."""
     from .spec import parse_server
@@ -70,6 +72,8 @@ def server_of(
         options["allow"] = tuple(allow)
     if deny:
         options["deny"] = tuple(deny)
+    if connect is not None:
+        options["connect_seconds"] = connect
     return parse_server(text, **options)
 
 
@@ -101,12 +105,13 @@ def inspect(
     bearer_env: Bearer = None,
     allow: Allow = None,
     deny: Deny = None,
+    connect_seconds: Connect = None,
 ) -> None:
     """Connect once: tools, what they cost in tokens, oddities, repairs, and how to isolate rollouts."""
     from .inspect import inspect_server, show_inspection
 
-    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
-    Console().print(show_inspection(asyncio.run(inspect_server(spec))))
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny, connect_seconds)
+    Console().print(show_inspection(asyncio.run(inspect_server(spec, progress=True))))
 
 
 @app.command()
@@ -125,6 +130,7 @@ def scenarios(
     bearer_env: Bearer = None,
     allow: Allow = None,
     deny: Deny = None,
+    connect_seconds: Connect = None,
 ) -> None:
     """Make scenarios and keep those that ran twice with the same result."""
     from .environment import SessionPool
@@ -132,7 +138,7 @@ def scenarios(
     from .mastery import make_scenarios
     from .scenarios import write_scenarios
 
-    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny, connect_seconds)
     invent = generator_of(generator) if generator else None
 
     async def work() -> tuple[int, int]:
@@ -174,6 +180,7 @@ def master(
     bearer_env: Bearer = None,
     allow: Allow = None,
     deny: Deny = None,
+    connect_seconds: Connect = None,
 ) -> None:
     """Train a model until it uses the server well. No data, no labels, no key. The same command resumes."""
     from ...core.client.model import configured
@@ -181,7 +188,7 @@ def master(
     from .mastery import DEFAULT_TRAINING, DEFAULT_WARMUP, MasterySettings
     from .mastery import master as run_master
 
-    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny, connect_seconds)
     memory = spare_memory_gib() if memory_gib is None and url is None else memory_gib
     with checked_options():
         settings = MasterySettings(
@@ -217,7 +224,9 @@ def spare_memory_gib() -> float | None:
 def show_report(report: MasteryReport, out: Path) -> None:
     """The table at the end."""
     console = Console()
-    table = Table("held-out success", "mean", "95 % interval", "tasks", title=f"{report.base_model} learns {', '.join(report.servers)}")
+    table = Table(
+        "held-out success", "mean", "95 % interval", "tasks", title=f"{escape(report.base_model)} learns {', '.join(report.servers)}"
+    )
     rows: list[tuple[str, Success | None]] = [
         ("before", report.before),
         ("after the warm-up", report.warmup),
@@ -234,8 +243,8 @@ def show_report(report: MasteryReport, out: Path) -> None:
         )
     console.print(tools)
     origin = f" ({report.adapter_origin})" if report.adapter_origin else ""
-    console.print(f"The adapter{origin}, in plain PEFT format: {report.adapter or 'on the server'}", soft_wrap=True)
-    console.print(f"The report, with curves and transcripts: {out / 'report.html'}", soft_wrap=True)
+    console.print(f"The adapter{origin}, in plain PEFT format: {escape(report.adapter or 'on the server')}", soft_wrap=True)
+    console.print(f"The report, with curves and transcripts: {escape(str(out / 'report.html'))}", soft_wrap=True)
     console.print("The gain is significant." if report.gained else "No significant gain: the intervals before and after overlap.")
 
 
@@ -250,6 +259,7 @@ def proxy(
     bearer_env: Bearer = None,
     allow: Allow = None,
     deny: Deny = None,
+    connect_seconds: Connect = None,
 ) -> None:
     """Be that server to any MCP host, and record every tool call.
 
@@ -259,5 +269,5 @@ def proxy(
     """
     from .proxy import run_proxy
 
-    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny)
+    spec = server_of(server, isolation, fixture, env, header, bearer_env, allow, deny, connect_seconds)
     asyncio.run(run_proxy(spec, port=port, environment=dict(os.environ)))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, cast
 
 from pydantic import JsonValue
 
+from ...core.client.progress import Progress, progress_of
 from .environment import SessionPool
 from .explore import endangered
 from .schemas import schema_fault
@@ -41,8 +42,17 @@ class Inspection:
     advice: str
 
 
-async def inspect_server(server: McpServer) -> Inspection:
+async def inspect_server(server: McpServer, *, progress: bool | Progress = False) -> Inspection:
     """Connect, list everything, close. Raises ToolServerError as any session does."""
+    display = progress_of(progress)
+    display.begin(f"Waiting for {server.name}, at most {server.connect_seconds:g} s", 0)
+    try:
+        return await _inspect(server)
+    finally:
+        display.end()
+
+
+async def _inspect(server: McpServer) -> Inspection:
     async with SessionPool([server]) as pool, pool.environment() as env:
         session = env.sessions[server.name]
         findings = [
