@@ -10,7 +10,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
@@ -97,6 +97,10 @@ class Calls:
         self._server = server
         self._open: dict[str | int, _Call] = {}
         self._used: WeakSet[ToolRecording] = WeakSet()
+        self._lists: dict[str | int, bool] = {}
+        """Requests for the tool list that have no answer yet: whether each asks for the first page."""
+        self._tools: set[str] = set()
+        self._all_known = False
         self._warned = False
 
     def sent(self, item: SessionMessage) -> None:
@@ -139,6 +143,8 @@ class Calls:
 
         if isinstance(message, JSONRPCRequest) and message.method == "tools/call":
             self._begin(message)
+        elif isinstance(message, JSONRPCRequest) and message.method == "tools/list":
+            self._lists[message.id] = not (message.params or {}).get("cursor")
         elif isinstance(message, JSONRPCNotification) and message.method == "notifications/cancelled":
             params = message.params or {}
             call = self._take(params.get("requestId"))
@@ -155,9 +161,13 @@ class Calls:
         self._open[message.id] = _Call(recording, str(params.get("name")), arguments, time.monotonic())
 
     def _received(self, message: JSONRPCMessage) -> None:
-        from mcp_types import JSONRPCError, JSONRPCResponse
+        from mcp_types import JSONRPCError, JSONRPCNotification, JSONRPCResponse
 
-        if isinstance(message, JSONRPCResponse):
+        if isinstance(message, JSONRPCNotification) and message.method == "notifications/tools/list_changed":
+            self._all_known = False
+        elif isinstance(message, JSONRPCResponse) and message.id in self._lists:
+            self._listed(self._lists.pop(message.id), message.result)
+        elif isinstance(message, JSONRPCResponse):
             call = self._take(message.id)
             if call is not None and message.result.get("resultType") != "input_required":  # the call goes on under another id
                 self._record(call, "ok", message.result)
@@ -167,6 +177,12 @@ class Calls:
                 why = message.error.message or "the server refused the request"
                 self._record(call, "protocol_error", f"{why} (error {message.error.code})")  # as `McpSession` says it
 
+    def _listed(self, first: bool, page: dict[str, Any]) -> None:
+        tools: list[dict[str, Any]] = page.get("tools") or []
+        names = {str(tool.get("name")) for tool in tools}
+        self._tools = names if first else self._tools | names
+        self._all_known = not page.get("nextCursor")
+
     def _take(self, identity: object) -> _Call | None:
         """The open call of this id. Servers that turn a number into its digits are understood, as the SDK does."""
         if isinstance(identity, str) and identity not in self._open and identity.isdigit():
@@ -175,18 +191,22 @@ class Calls:
 
     def _record(self, call: _Call, outcome: ToolOutcome, answer: dict[str, Any] | str) -> None:
         ended, seconds = time.time(), time.monotonic() - call.started
+        unknown = self._all_known and call.tool not in self._tools
 
         def make() -> ToolEvent:
-            event = self._reply(call, outcome, answer, seconds).event(call.recording.trajectory_id)
+            event = self._reply(call, outcome, answer, seconds, unknown).event(call.recording.trajectory_id)
             return event.model_copy(update={"created_at": ended})  # before the next model call, however long recording takes
 
         self._used.add(call.recording)
         call.recording.soon(make)
 
-    def _reply(self, call: _Call, outcome: ToolOutcome, answer: dict[str, Any] | str, seconds: float) -> ToolReply:
+    def _reply(self, call: _Call, outcome: ToolOutcome, answer: dict[str, Any] | str, seconds: float, unknown: bool) -> ToolReply:
         if isinstance(answer, str):
             return ToolReply(self._server, call.tool, call.arguments, outcome, answer, seconds=seconds)
-        return reply_of(to_jsonable_python(answer), server=self._server, tool=call.tool, arguments=call.arguments, seconds=seconds)
+        reply = reply_of(to_jsonable_python(answer), server=self._server, tool=call.tool, arguments=call.arguments, seconds=seconds)
+        if unknown and reply.ok:  # whatever the server says to it, there is no such tool
+            return replace(reply, outcome="tool_error")
+        return reply
 
     def _warn(self, error: Exception) -> None:
         if not self._warned:

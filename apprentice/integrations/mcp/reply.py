@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, replace
 
 from pydantic import JsonValue
@@ -46,8 +47,19 @@ class ToolReply:
             trajectory_id=trajectory_id,
             tool_call_id=tool_call_id,
             name=self.function or self.tool,
-            arguments=self.arguments,
+            arguments=_read(self.arguments),
             result=self.full_text or self.text,
             outcome=self.outcome,
             seconds=self.seconds,
         )
+
+
+def _read(arguments: JsonValue) -> JsonValue:
+    """Arguments as an object, also where a model's JSON text came no further; what is none stays as it was written."""
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        value: JsonValue = json.loads(arguments) if arguments.strip() else {}
+    except (ValueError, RecursionError):
+        return arguments
+    return value if isinstance(value, dict) else arguments

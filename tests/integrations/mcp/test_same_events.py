@@ -132,3 +132,34 @@ async def test_three_ways_to_run_a_task_leave_the_same_tool_events(
     assert facts(server.stored(by_capture.id)) == first
     assert facts(server.stored(by_proxy.id)) == first
     assert order(server.stored(by_capture.id)) == order(server.stored(by_proxy.id)) == order(server.stored(ours.id))
+
+
+@pytest.mark.parametrize("name", ["plain", "sqlite"])
+async def test_a_tool_that_does_not_exist_is_a_failure_in_all_three_ways(
+    server: ClientServer, scripted: Scripted, tmp_path: Path, name: str
+) -> None:
+    model = await server.model(f"wrong-{name}")
+    script = [said("nope", value=1) + said("nope"), "That was nothing."]
+
+    scripted.lines = [*script]
+    spec = McpServer(name=name, command=tuple(command(name, tmp_path / "ours")))  # type: ignore[call-arg]
+    async with SessionPool([spec]) as pool, pool.environment() as env, model.trajectory() as ours:
+        await McpAgent(model.openai_client(), model.inference_name).run("Do it.", env)
+
+    scripted.lines = [*script]
+    argv = command(name, tmp_path / "captured")
+    async with model.trajectory() as by_capture:
+        await hand_written(model, captured(stdio_client(StdioServerParameters(command=argv[0], args=argv[1:])), server=name))
+
+    scripted.lines = [*script]
+    argv = command(name, tmp_path / "proxied")
+    async with model.trajectory() as by_proxy:
+        env_of_host = {"PATH": os.environ["PATH"], "APPRENTICE_URL": server.url, "APPRENTICE_TRAJECTORY": by_proxy.id}
+        await hand_written(
+            model, stdio_client(StdioServerParameters(command=sys.executable, args=["-c", PROXY, shlex.join(argv)], env=env_of_host))
+        )
+
+    for trajectory in (ours, by_capture, by_proxy):
+        events = facts(server.stored(trajectory.id))
+        assert [(event[0], event[1]) for event in events] == [("nope", {"value": 1}), ("nope", {})]
+        assert all(event[2] in ("tool_error", "reported_failure") for event in events), events
