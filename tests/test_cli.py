@@ -21,6 +21,7 @@ from support.recordings import POLICY, completion
 
 from apprentice.cli import main
 from apprentice.core.client.lifeline import read_ready
+from apprentice.core.client.run_state import alone_in
 from apprentice.core.records import BranchReason, ChatRequest, Completion, Fate, ToolEvent, TrainResult, TrainStatus, Trajectory
 from apprentice.core.server.ledger import Ledger
 from apprentice.core.server.stored_checkpoints import checkpoint_info
@@ -355,6 +356,16 @@ def test_inspect_says_what_it_waits_for(run: Run) -> None:
     assert (code, out) == (2, "")
     assert err.startswith("Waiting for never_answers, at most 0.2 s\n")
     assert "error: the server 'never_answers' did not answer the MCP handshake within 0.2 s" in err
+
+
+def test_a_second_run_in_a_folder_is_refused_before_anything_is_done(run: Run, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    line = ("mcp", "master", "no-such-command", "--out", str(out))
+    with alone_in(out):
+        assert sentence(run(*line)).startswith(f"another run is working in this folder: {out}")
+    assert not out.exists()
+    assert "there is no command 'no-such-command'" in sentence(run(*line))
+    assert not out.exists()
 
 
 def test_the_end_of_a_mastery_run_shows_paths_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

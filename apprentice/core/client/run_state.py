@@ -10,7 +10,7 @@ import fcntl
 import hashlib
 import os
 from collections.abc import Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -156,3 +156,29 @@ def exclusive(folder: Path) -> Generator[None]:
         except OSError as cause:
             raise ConfigError(f"another process is running in {folder}; wait for its end or choose another run_dir") from cause
         yield
+
+
+@contextmanager
+def alone_in(folder: Path) -> Generator[None]:
+    """Hold the folder, made if need be, for one run; ConfigError if another run works in it. What stays empty is removed again.
+
+    The folder itself is locked, without a file in it, and freed by the system if the process is killed.
+    """
+    fresh = not folder.exists()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(folder, os.O_RDONLY)
+    except (OSError, ValueError) as cause:
+        raise ConfigError(f"the run's folder {str(folder)!r} cannot be made: {cause}") from cause
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as cause:
+        os.close(descriptor)
+        raise ConfigError(f"another run is working in this folder: {folder}; wait for its end or choose another") from cause
+    try:
+        yield
+    finally:
+        if fresh:
+            with suppress(OSError):  # it holds something
+                folder.rmdir()
+        os.close(descriptor)
