@@ -36,7 +36,7 @@ class Budget(Record):
     def spent(self, steps: int, seconds: float, tokens: float) -> str | None:
         """Which limit is reached, as a sentence; None if none is."""
         if self.steps is not None and steps >= self.steps:
-            return f"the budget of {self.steps} steps is spent"
+            return f"the budget of {self.steps} step{'' if self.steps == 1 else 's'} is spent"
         if self.seconds is not None and seconds >= self.seconds:
             return f"the budget of {self.seconds:g} s is spent"
         if self.tokens is not None and tokens >= self.tokens:

@@ -49,6 +49,10 @@ class Sample(Record):
     title: str
     texts: dict[str, str]
     rewards: dict[str, float | None]
+    measure: str = "reward"
+    """What the rewards are called."""
+    expected: str = ""
+    """What would have been right, if that is known."""
 
 
 class Report(Record):
@@ -184,10 +188,11 @@ def _bar_table(bars: Sequence[Bar]) -> str:
 
 def _sample(sample: Sample) -> str:
     columns = "".join(
-        f"<div><h4>{escape(name)} · reward {_text(sample.rewards.get(name))}</h4><pre>{escape(text)}</pre></div>"
+        f"<div><h4>{escape(name)} · {escape(sample.measure)} {_text(sample.rewards.get(name))}</h4><pre>{escape(text)}</pre></div>"
         for name, text in sample.texts.items()
     )
-    return f'<section><h3>{escape(sample.title)}</h3><div class="sides">{columns}</div></section>'
+    expected = f"<h4>expected</h4><pre>{escape(sample.expected)}</pre>" if sample.expected else ""
+    return f'<section><h3>{escape(sample.title)}</h3>{expected}<div class="sides">{columns}</div></section>'
 
 
 def _svg(height: int, label: str, content: str) -> str:

@@ -15,10 +15,13 @@ from ...core.client.run_report import sample_of
 from ...core.client.run_state import EvaluationPoint, RunState
 from ...core.records import JsonObject, Record, Scenario
 from ...core.tracking.local import JsonlMetrics
-from ...core.tracking.report import Bar, Breakdown, Curve, Report, render_html, write_whole
+from ...core.tracking.report import Bar, Breakdown, Curve, Report, Sample, render_html, write_whole
+from .scenarios import notes_of
 from .spec import McpServer
 
 SAMPLES = 6
+SHOWN_RESULT = 400
+"""Characters of an expected result."""
 NAMES = {"before": "before", "warmup": "after the warm-up", "after": "after GRPO"}
 
 
@@ -108,7 +111,7 @@ async def write_mastery_report(
         bars=tuple(_bar(NAMES[name], _success(point.evaluation.values.values())) for name, point in points.items()),
         breakdowns=(_breakdown("Success by tool", report.per_tool), _breakdown("Success by kind of task", report.per_difficulty)),
         curves=_curves(out / "run" / "metrics.jsonl"),
-        samples=tuple([await sample_of(model, scenario, compared) for scenario in _telling(test, points)]),
+        samples=tuple([await _sample(model, scenario, compared) for scenario in _telling(test, points)]),
     )
     write_whole(out / "report.json", report.model_dump_json(indent=2))
     write_whole(out / "report.html", render_html(page))
@@ -151,11 +154,16 @@ def _parts(
 def _headline(report: MasteryReport) -> str:
     before, after = report.before, report.after
     verdict = "The 95 % intervals do not overlap." if report.gained else "No significant gain: the 95 % intervals overlap."
-    warm = f", {report.warmup.success:.0%} after the warm-up" if report.warmup else ""
+    warm = f", {_with_interval(report.warmup)} after the warm-up" if report.warmup else ""
+    tasks = "1 task" if after.n == 1 else f"{after.n} tasks"
     return (
-        f"Held-out success: {before.success:.0%} [{before.ci95[0]:.0%}, {before.ci95[1]:.0%}] before{warm}, {after.success:.0%} "
-        f"[{after.ci95[0]:.0%}, {after.ci95[1]:.0%}] after, on {after.n} tasks that training never saw. {verdict}"
+        f"Held-out success: {_with_interval(before)} before{warm}, {_with_interval(after)} after, on {tasks} that training never saw. "
+        f"{verdict}"
     )
+
+
+def _with_interval(found: Success) -> str:
+    return f"{found.success:.0%} [{found.ci95[0]:.0%}, {found.ci95[1]:.0%}]"
 
 
 def _facts(report: MasteryReport, servers: Sequence[McpServer]) -> dict[str, JsonValue]:
@@ -170,6 +178,25 @@ def _facts(report: MasteryReport, servers: Sequence[McpServer]) -> dict[str, Jso
         "adapter is of": report.adapter_origin,
         "settings": json.dumps(report.settings, ensure_ascii=False),
     }
+
+
+async def _sample(model: TrainableModel, scenario: Scenario, compared: dict[str, EvaluationPoint]) -> Sample:
+    sample = await sample_of(model, scenario, compared)
+    return sample.model_copy(update={"measure": "success", "expected": expected(scenario)})
+
+
+def expected(scenario: Scenario) -> str:
+    """The reference run's calls with their results, and what the answer must tell."""
+    notes = notes_of(scenario)
+    lines = [f"{call.tool}({json.dumps(call.arguments, ensure_ascii=False)}) → {_short(call.result)}" for call in notes.calls]
+    told = [json.dumps(fact, ensure_ascii=False) for fact in notes.facts]
+    if notes.live_facts:
+        told.append("what its own calls found")
+    return "\n".join([*lines, f"The answer tells {', '.join(told)}." if told else "Any answer will do."])
+
+
+def _short(text: str) -> str:
+    return text if len(text) <= SHOWN_RESULT else text[:SHOWN_RESULT] + "…"
 
 
 def _bar(name: str, success: Success) -> Bar:

@@ -256,6 +256,7 @@ async def test_a_budget_in_tokens_or_seconds_ends_the_run(server: ClientServer, 
     model = await server.model()
     plain: dict[str, Any] = {"warmup": (), "eval_scenarios": ()}
     tokens = await make_loop(model, tmp_path / "tokens", budget=Budget(tokens=250), **plain).run()
+    assert Budget(steps=1).spent(1, 0, 0) == "the budget of 1 step is spent"
     assert (tokens.steps, tokens.stopped) == (3, "the budget of 250 trained tokens is spent")
     seconds = await make_loop(model, tmp_path / "seconds", budget=Budget(seconds=1e-9), **plain).run()
     assert (seconds.steps, seconds.stopped) == (0, "the budget of 1e-09 s is spent")

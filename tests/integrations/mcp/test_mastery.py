@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import shlex
 from collections import Counter, defaultdict
@@ -21,7 +22,7 @@ from apprentice.integrations.mcp.commands import show_report
 from apprentice.integrations.mcp.environment import SessionPool
 from apprentice.integrations.mcp.mastery import MasterySettings, _backend, _resumed, epochs_for, make_scenarios, master
 from apprentice.integrations.mcp.mastery_report import MasteryReport
-from apprentice.integrations.mcp.scenarios import argument_values, read_scenarios, write_scenarios
+from apprentice.integrations.mcp.scenarios import argument_values, notes_of, read_scenarios, write_scenarios
 from apprentice.integrations.mcp.spec import McpServer, parse_server
 
 TOKENIZER = tiny_tokenizer()
@@ -110,7 +111,11 @@ async def test_a_run_goes_from_a_name_to_a_report_and_the_same_call_resumes(
     assert "policy step 1, after the warm-up" in page
     show_report(report, out)
     assert "The adapter (policy step 1, after the warm-up), in plain PEFT format" in capsys.readouterr().out
-    assert page.count("<h4>before · reward 0</h4>") == page.count("<h4>after GRPO · reward 1</h4>") == len(test)
+    assert page.count("<h4>before · success 0</h4>") == page.count("<h4>after GRPO · success 1</h4>") == len(test)
+    call = notes_of(test[0]).calls[0]
+    assert html.escape(f"{call.tool}({json.dumps(call.arguments)}) → {call.result}") in page
+    assert f"100% [{report.warmup.ci95[0]:.0%}, 100%] after the warm-up" in page
+    assert f"The run ended because the budget of {SMALL.steps} step" in page
     jobs = len(server.jobs.requests)
     roomier = SMALL.model_copy(update={"train": SMALL.train.model_copy(update={"activation_memory_gib": 5.0})})
     assert _resumed(out, roomier, [calculator()]) == SMALL  # else a job submitted before a kill would not be found again
