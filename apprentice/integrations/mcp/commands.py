@@ -169,7 +169,7 @@ def master(
     steps: Annotated[int, training_option(metavar="N", min=1, help="Of GRPO.")] = 10,
     group_size: Annotated[int, training_option(metavar="N", min=2, help="Attempts at a scenario.")] = 8,
     groups_per_step: Annotated[int, training_option(metavar="N", min=1, help="Scenarios in a step.")] = 4,
-    learning_rate: Annotated[float, training_option(metavar="X", min=0, help="Of GRPO.")] = 3e-4,
+    learning_rate: Annotated[float, training_option(metavar="X", min=0, help="Of GRPO.")] = 4e-4,
     target: Annotated[float | None, training_option(metavar="SHARE", help="Stop at this success.")] = None,
     memory_gib: Annotated[float | None, training_option(metavar="GIB", help="For activations; more is faster.")] = None,
     real_data: RealData = False,

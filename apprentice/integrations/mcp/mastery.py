@@ -57,8 +57,8 @@ FREE = ("steps", "target", "eval_every")
 
 
 DEFAULT_WARMUP = SftConfig(learning_rate=1e-3, batch_size=4)
-DEFAULT_TRAINING = TrainConfig(learning_rate=3e-4, steps_per_generation=2, scale_rewards="batch")
-"""Scaled by group, a difference in partial credit alone would weigh as much as one between failure and success."""
+DEFAULT_TRAINING = TrainConfig(learning_rate=4e-4, steps_per_generation=2)
+"""Not `scale_rewards="batch"`: where nearly all succeed, one failure would weigh many times as much and undo what was learned."""
 
 
 class MasterySettings(Record):
