@@ -163,7 +163,7 @@ def master(
     held_out: Annotated[int, scenario_option(metavar="N", min=2, help="To evaluate on.")] = 48,
     generator: GeneratorModel = None,
     base_model: Annotated[str, training_option(metavar="NAME")] = "smollm2-135m",
-    demonstrations: Annotated[int, training_option(metavar="N", min=0, help="Reference runs shown first.")] = 80,
+    demonstrations: Annotated[int, training_option(metavar="N", min=0, help="Reference runs shown first.")] = 96,
     epochs: Annotated[int | None, training_option(metavar="N", min=1, help="Default: 1; 2 for five tools or more.")] = None,
     batch_size: Annotated[int, training_option(metavar="N", min=1, help="Demonstrations at a time.")] = 4,
     steps: Annotated[int, training_option(metavar="N", min=1, help="Of GRPO.")] = 10,

@@ -72,7 +72,7 @@ class MasterySettings(Record):
     """Candidates kept for training."""
     held_out: Annotated[int, Field(ge=2)] = 48
     """Scenarios of the evaluation, at most."""
-    demonstrations: Annotated[int, Field(ge=0)] = 80
+    demonstrations: Annotated[int, Field(ge=0)] = 96
     """Reference runs shown before GRPO; 0: none."""
     epochs: Count | None = None
     """How often they are shown; None: once, twice where they use many tools."""
