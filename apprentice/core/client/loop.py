@@ -52,6 +52,11 @@ class LoopResult(Record):
     """Policy step with the best evaluation; its checkpoint is pinned."""
     report: Path
 
+    @property
+    def adapter_step(self) -> int | None:
+        """The policy step whose adapter is worth taking: that of the best evaluation, else the last one; None if nothing was trained."""
+        return self.best_step or self.policy_step or None
+
 
 class TrainingLoop:
     """Trains `model` on `scenarios` with `rollout`.

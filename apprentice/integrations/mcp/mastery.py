@@ -293,11 +293,9 @@ def _comparable(settings: MasterySettings) -> JsonObject:
 
 
 async def _take_adapter(model: TrainableModel, result: LoopResult, target: Path) -> None:
-    """Copy the best checkpoint's adapter (the last one's if none is best) beside the report, if its folder can be seen from here."""
-    step = result.best_step or result.policy_step
-    if not step:
-        return
-    _copy_whole(Path((await model.checkpoint(step)).path), target)
+    """Copy the adapter that is worth taking beside the report, if its folder can be seen from here."""
+    if result.adapter_step is not None:
+        _copy_whole(Path((await model.checkpoint(result.adapter_step)).path), target)
 
 
 def _copy_whole(source: Path, target: Path) -> None:

@@ -83,7 +83,7 @@ async def write_mastery_report(
     state = RunState.load(out / "run")
     points = _shown(result.evaluations)
     adapter = out / "adapter"
-    step = result.best_step or result.policy_step or None
+    step = result.adapter_step
     report = MasteryReport(
         servers=tuple(server.name for server in servers),
         policy=model.policy,
