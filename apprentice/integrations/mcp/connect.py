@@ -88,6 +88,7 @@ class Wire:
                 child=self.child,
                 repairs=self.repairs,
                 started=self.place.started,
+                kill=self.place.kill,
             )
         elif self.server.transport == "sse":
             from mcp.client.sse import sse_client

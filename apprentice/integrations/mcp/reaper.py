@@ -3,10 +3,8 @@
 Run as a script it is the watchdog: a process beside the trainer that holds the other end of a pipe. When the pipe closes (or the
 trainer is gone although a forked child still holds it), it kills everything that carries the trainer's mark and removes the
 trainer's folder. Each server is started with the mark in its environment, so that children which left its process group,
-or were orphaned, are found as well; children with an emptied environment are found by session, group and parent.
-One that was forked twice, leads a session of its own and has emptied its environment while nobody looked is not found.
-
-PR_SET_PDEATHSIG is not used: it follows the thread that made the child, reaches no grandchildren, and costs a launcher each.
+or were orphaned, are found as well; children with an emptied environment are found by session, group and parent, which is the
+server's launcher (`launcher.py`) where all others are gone.
 """
 
 from __future__ import annotations

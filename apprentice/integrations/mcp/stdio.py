@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import sys
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -18,6 +19,7 @@ import anyio
 from mcp.shared.message import SessionMessage
 from mcp_types import jsonrpc_message_adapter
 
+from . import launcher
 from .repairs import Repairs, repaired_envelope
 
 if TYPE_CHECKING:
@@ -34,6 +36,7 @@ EXIT_SECONDS = 2.0
 """How long a server may take to end by itself once its input is closed, and once more after SIGTERM."""
 FLUSH_SECONDS = 0.5
 POLL_SECONDS = 0.1
+LAUNCHED = sys.platform == "linux"
 _CHUNK = 256 * 1024
 
 
@@ -77,30 +80,22 @@ async def stdio_transport(
     child: ServerProcess,
     repairs: Repairs,
     started: Callable[[int], None],
+    kill: Callable[[], bool],
 ) -> AsyncGenerator[TransportStreams]:
     """Start the server and give its streams; on exit its input is closed, and what does not end then is made to.
 
-    `env` is the child's whole environment; `started` is told its number. The child leads a session of its own, so that Ctrl-C does
-    not reach it. Raises OSError.
+    `env` is the child's whole environment; `started` is told its number, and `kill` ends all its processes at once. The child leads a
+    session of its own, so that Ctrl-C does not reach it. Raises OSError.
     """
-    with log.open("ab") as errors:
-        process = await asyncio.create_subprocess_exec(
-            *argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            stderr=errors,
-            env=dict(env),
-            cwd=cwd,
-            start_new_session=True,
-            limit=_CHUNK,
-        )
-    child.process = process
-    started(process.pid)
+    process, failure = await _start(argv, env, cwd, log, started)
     # No await until the try: a cancellation in between would leave a process behind.
     incoming, read = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     write, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
     written = anyio.Event()
     try:
+        if failure is not None and (code := await asyncio.to_thread(_drained, failure)):
+            raise OSError(code, os.strerror(code), argv[0])
+        child.process = process
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_read, process, incoming, repairs)
             tasks.start_soon(_write, process, outgoing, incoming, written)
@@ -116,12 +111,49 @@ async def stdio_transport(
                     write.close()
                     with anyio.move_on_after(FLUSH_SECONDS):
                         await written.wait()
-                    await _stop(process)
+                    await _stop(process, kill)
                 tasks.cancel_scope.cancel()
     finally:
         for stream in (incoming, read, write, outgoing):
             stream.close()
         _close(process)
+
+
+async def _start(
+    argv: Sequence[str], env: Mapping[str, str], cwd: Path, log: Path, started: Callable[[int], None]
+) -> tuple[asyncio.subprocess.Process, int | None]:
+    """The process, and where its launcher tells (until it closes it) that it could not start."""
+    reading, writing = os.pipe() if LAUNCHED else (None, None)
+    prefix = [] if writing is None else [sys.executable, "-I", "-S", launcher.__file__, str(writing)]
+    try:
+        with log.open("ab") as errors:
+            process = await asyncio.create_subprocess_exec(
+                *prefix,
+                *argv,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE,
+                stderr=errors,
+                env=dict(env),
+                cwd=cwd,
+                start_new_session=True,
+                pass_fds=[] if writing is None else [writing],
+                limit=_CHUNK,
+            )
+    except BaseException:
+        if reading is not None:
+            os.close(reading)
+        raise
+    finally:
+        if writing is not None:
+            os.close(writing)
+    started(process.pid)
+    return process, reading
+
+
+def _drained(pipe: int) -> int:
+    """The number in a pipe that is closed then; 0 if it is empty."""
+    with open(pipe, "rb") as file:
+        return int(file.read() or 0)
 
 
 async def _read(
@@ -206,8 +238,8 @@ async def _watch(process: asyncio.subprocess.Process, incoming: MemoryObjectSend
     incoming.close()
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
-    """Close the input and wait; then SIGTERM to the group and wait. Who still lives is the session's to kill."""
+async def _stop(process: asyncio.subprocess.Process, kill: Callable[[], bool]) -> None:
+    """Close the input and wait; then SIGTERM to the group and wait; then end whoever still lives."""
     assert process.stdin is not None
     with suppress(OSError):
         process.stdin.close()
@@ -217,8 +249,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         os.killpg(process.pid, 15)
     if await _ended(process, EXIT_SECONDS):
         return
-    with suppress(OSError):
-        os.killpg(process.pid, 9)
+    await asyncio.to_thread(kill)
     await _ended(process, EXIT_SECONDS)
 
 

@@ -187,7 +187,7 @@ async def test_a_shared_server_is_one_session_for_all_and_a_new_one_if_it_is_los
             assert (await env.call("count", {})).text == "3"
             pid = env.sessions["plain"].pid
             assert pid is not None
-            os.kill(pid, 9)
+            os.killpg(pid, 9)
             assert (await env.call("count", {})).outcome == "server_lost"
         async with pool.environment() as env:
             assert (await env.call("count", {})).text == "1"
@@ -306,7 +306,7 @@ async def test_a_session_that_died_while_it_waited_is_not_given_out() -> None:
         (task,) = pool._ready["plain"]  # pyright: ignore[reportPrivateUsage]
         waiting = await task
         assert waiting.pid is not None
-        os.kill(waiting.pid, 9)
+        os.killpg(waiting.pid, 9)
         while waiting.alive:  # noqa: ASYNC110  # nothing tells of it
             await asyncio.sleep(0.01)
         async with pool.environment() as env:

@@ -248,7 +248,7 @@ async def test_what_is_written_beside_the_folder_is_gone_with_the_session() -> N
 # ---- what is left ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [(), ("detached",)])
+@pytest.mark.parametrize("arguments", [(), ("detached",), ("hidden",)])
 async def test_children_that_would_outlive_a_server_do_not(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     server = hostile("spawns_children", *arguments, env={"NOTES": str(tmp_path / "notes")})
     async with McpSession(server) as session:

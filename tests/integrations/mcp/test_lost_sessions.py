@@ -63,7 +63,7 @@ async def test_a_shared_process_that_ended_is_started_anew_with_the_next_call() 
     async with SessionPool([server]) as pool, pool.environment() as env:
         pid = env.sessions["plain"].pid
         assert pid is not None
-        os.kill(pid, signal.SIGKILL)
+        os.killpg(pid, signal.SIGKILL)
         replies = [await env.call("count", {}) for _ in range(3)]
     assert [reply.outcome for reply in replies[1:]] == ["ok", "ok"]
     assert [reply.text for reply in replies[1:]] in (["1", "2"], ["2", "3"])  # the end may have been seen before the first call

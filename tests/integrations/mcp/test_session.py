@@ -177,9 +177,9 @@ async def test_a_server_that_does_not_even_read_is_a_timeout(monkeypatch: pytest
     monkeypatch.setattr(session_module, "SPARE_SECONDS", 0.1)
     async with McpSession(hostile("plain")) as session:
         assert session.pid is not None
-        os.kill(session.pid, signal.SIGSTOP)
+        os.killpg(session.pid, signal.SIGSTOP)  # the server, and its launcher
         assert (await session.call("echo", {"value": "x" * 3_000_000}, seconds=0.3)).outcome == "timeout"
-        os.kill(session.pid, signal.SIGCONT)
+        os.killpg(session.pid, signal.SIGCONT)
 
 
 async def test_a_server_that_dies_during_a_call_is_lost_and_its_last_words_are_shown() -> None:
@@ -418,7 +418,7 @@ async def test_servers_at_urls_work_and_their_end_is_a_lost_server(mode: str) ->
 # ---- the end -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("arguments", [(), ("detached",)])
+@pytest.mark.parametrize("arguments", [(), ("detached",), ("hidden",)])
 async def test_children_that_outlive_their_server_are_ended_with_the_session(arguments: tuple[str, ...], tmp_path: Path) -> None:
     server = hostile("spawns_children", *arguments, env={"NOTES": str(tmp_path / "notes")})
     async with McpSession(server) as session:
@@ -494,9 +494,10 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.parametrize("how", ["detached", "hidden"])
 @pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_a_killed_trainer_leaves_no_server_no_child_and_no_folder(ending: signal.Signals, tmp_path: Path) -> None:
-    argv = [sys.executable, "-c", KILLED, str(tmp_path / "notes"), *mcp_servers.hostile("spawns_children", "detached")]
+def test_a_killed_trainer_leaves_no_server_no_child_and_no_folder(ending: signal.Signals, how: str, tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", KILLED, str(tmp_path / "notes"), *mcp_servers.hostile("spawns_children", how)]
     trainer = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     assert trainer.stdout is not None
     server, child, folder = trainer.stdout.readline().split()
