@@ -9,6 +9,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
+import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -160,16 +161,19 @@ def exclusive(folder: Path) -> Generator[None]:
 
 @contextmanager
 def alone_in(folder: Path) -> Generator[None]:
-    """Hold the folder, made if need be, for one run; ConfigError if another run works in it. What stays empty is removed again.
+    """Hold the folder, made if need be, for one run. ConfigError if another run works in it, or nothing can be written into it. What
+    stays empty is removed again.
 
     The folder itself is locked, without a file in it, and freed by the system if the process is killed.
     """
     fresh = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
         descriptor = os.open(folder, os.O_RDONLY)
     except (OSError, ValueError) as cause:
-        raise ConfigError(f"the run's folder {str(folder)!r} cannot be made: {cause}") from cause
+        raise ConfigError(f"the run's folder {str(folder)!r} cannot be made or written to: {cause}") from cause
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as cause:

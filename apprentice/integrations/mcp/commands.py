@@ -184,7 +184,6 @@ def master(
 ) -> None:
     """Train a model until it uses the server well. No data, no labels, no key. The same command resumes."""
     from ...core.client.model import configured
-    from ...core.client.run_state import alone_in
     from .generator import generator_of
     from .mastery import DEFAULT_TRAINING, DEFAULT_WARMUP, MasterySettings
     from .mastery import master as run_master
@@ -208,8 +207,7 @@ def master(
             train=configured(DEFAULT_TRAINING, {"learning_rate": learning_rate, "activation_memory_gib": memory}),
         )
     invent = generator_of(generator) if generator else None
-    with alone_in(out):
-        report = asyncio.run(run_master([spec], settings, out, url=url, generator=invent, real_data=real_data))
+    report = asyncio.run(run_master([spec], settings, out, url=url, generator=invent, real_data=real_data))
     show_report(report, out)
     if not report.gained:
         raise typer.Exit(1)

@@ -19,10 +19,10 @@ from __future__ import annotations
 import json
 import random
 import shutil
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import Field, FiniteFloat, ValidationError
 
@@ -32,7 +32,7 @@ from ...core.client.evaluate import EVALUATION
 from ...core.client.loop import LoopResult, TrainingLoop
 from ...core.client.model import TrainableModel
 from ...core.client.progress import Progress, progress_of
-from ...core.client.run_state import Budget, EarlyStop
+from ...core.client.run_state import Budget, EarlyStop, alone_in
 from ...core.client.scope import TrajectoryScope
 from ...core.config import SftConfig, TrainConfig
 from ...core.errors import ConfigError
@@ -46,6 +46,9 @@ from .mastery_report import MasteryReport, write_mastery_report
 from .scenarios import notes_of, read_scenarios, split, write_scenarios
 from .spec import McpServer
 from .synthesize import synthesize
+
+if TYPE_CHECKING:
+    from openai import AsyncOpenAI
 
 SUCCESS = "success"
 """The rollout metric: 1 if the check was passed whole, else 0."""
@@ -108,67 +111,67 @@ async def master(
 
     `url`: of a running Apprentice server (None: one is started, with its home in `out`). `generator`: a model that invents
     further tasks. `real_data`: tools may change data that are not private to a rollout; else see `explore.protect`.
-    Raises ConfigError, ToolServerError, and what training raises.
+    Raises ConfigError (also where another run works in `out`), ToolServerError, and what training raises.
     """
     display = progress_of(progress)
-    settings = _resumed(out, settings, servers)
-    async with SessionPool(servers) as pool, _backend(out, url) as backend:
-        async with pool.environment() as env:
-            if not real_data:
-                protect(pool.servers, env.toolset.tools)
-            tools, instructions = env.tools, env.instructions
-        system = "\n\n".join(str(message["content"]) for message in system_messages(settings.system, instructions))
-        model = TrainableModel(settings.project, settings.name, base_model=settings.base_model, seed=settings.seed)
-        await model.register(backend)  # so early because it may be refused, and making scenarios takes a while
-        train, test = await _scenarios(out, pool, settings, generator, real_data, display)
-        _keep_settings(out, settings, servers)
-        client = model.openai_client()
-        agent = McpAgent(
-            client,
-            model.inference_name,
-            system=settings.system,
-            max_turns=settings.max_turns,
-            max_tokens=settings.max_tokens,
-        )
+    with alone_in(out):
+        settings = _resumed(out, settings, servers)
+        async with SessionPool(servers) as pool, _backend(out, url) as backend:
+            async with pool.environment() as env:
+                if not real_data:
+                    protect(pool.servers, env.toolset.tools)
+                tools, instructions = env.tools, env.instructions
+            model = TrainableModel(settings.project, settings.name, base_model=settings.base_model, seed=settings.seed)
+            await model.register(backend)  # so early because it may be refused, and making scenarios takes a while
+            train, test = await _scenarios(out, pool, settings, generator, real_data, display)
+            _keep_settings(out, settings, servers)
+            system = "\n\n".join(str(message["content"]) for message in system_messages(settings.system, instructions))
+            shown = _shown(train, settings)
+            async with model.openai_client() as client:
+                loop = TrainingLoop(
+                    model,
+                    _rollout(model, client, pool, settings),
+                    train,
+                    eval_scenarios=test,
+                    eval_reward=success_only,
+                    eval_every=settings.eval_every or settings.steps,
+                    warmup=[demonstration(scenario, system, tools) for scenario in shown],
+                    warmup_config=settings.warmup.model_copy(update={"epochs": settings.epochs or epochs_for(shown)}),
+                    config=settings.train,
+                    group_size=settings.group_size,
+                    groups_per_step=settings.groups_per_step,
+                    budget=Budget(steps=settings.steps),
+                    early_stop=EarlyStop(target=settings.target),
+                    curriculum=Curriculum(SUCCESS, sort_of, attempts=2),
+                    run_dir=out / "run",
+                    seed=settings.seed,
+                    concurrency=settings.concurrency,
+                    progress=display,
+                )
+                result = await loop.run()
+            await _take_adapter(model, result, out / "adapter")
+            return await write_mastery_report(out, model, result, servers, settings.model_dump(mode="json"), train, test)
 
-        shown = _shown(train, settings)
 
-        async def rollout(scenario: Scenario) -> TrajectoryScope:
-            async with pool.environment() as env, model.trajectory(scenario) as t:
-                evaluating = t.metadata.get("purpose") == EVALUATION
-                sampling = {"temperature": settings.eval_temperature} if evaluating else {}
-                run = await agent.run(str(scenario.input), env, t, **sampling)
-                found = await grade(scenario, env, run.replies, run.answer, settings.weights)
-                t.reward = found.reward
-                t.metrics[SUCCESS] = float(found.success)
-                for part, value in found.parts.items():
-                    t.metrics[f"check/{part}"] = value
-            return t
+def _rollout(
+    model: TrainableModel, client: AsyncOpenAI, pool: SessionPool, settings: MasterySettings
+) -> Callable[[Scenario], Awaitable[TrajectoryScope]]:
+    """One attempt at a scenario, on fresh sessions, with its reward."""
+    agent = McpAgent(client, model.inference_name, system=settings.system, max_turns=settings.max_turns, max_tokens=settings.max_tokens)
 
-        loop = TrainingLoop(
-            model,
-            rollout,
-            train,
-            eval_scenarios=test,
-            eval_reward=success_only,
-            eval_every=settings.eval_every or settings.steps,
-            warmup=[demonstration(scenario, system, tools) for scenario in shown],
-            warmup_config=settings.warmup.model_copy(update={"epochs": settings.epochs or epochs_for(shown)}),
-            config=settings.train,
-            group_size=settings.group_size,
-            groups_per_step=settings.groups_per_step,
-            budget=Budget(steps=settings.steps),
-            early_stop=EarlyStop(target=settings.target),
-            curriculum=Curriculum(SUCCESS, sort_of, attempts=2),
-            run_dir=out / "run",
-            seed=settings.seed,
-            concurrency=settings.concurrency,
-            progress=display,
-        )
-        result = await loop.run()
-        await client.close()
-        await _take_adapter(model, result, out / "adapter")
-        return await write_mastery_report(out, model, result, servers, settings.model_dump(mode="json"), train, test)
+    async def rollout(scenario: Scenario) -> TrajectoryScope:
+        async with pool.environment() as env, model.trajectory(scenario) as t:
+            evaluating = t.metadata.get("purpose") == EVALUATION
+            sampling = {"temperature": settings.eval_temperature} if evaluating else {}
+            run = await agent.run(str(scenario.input), env, t, **sampling)
+            found = await grade(scenario, env, run.replies, run.answer, settings.weights)
+            t.reward = found.reward
+            t.metrics[SUCCESS] = float(found.success)
+            for part, value in found.parts.items():
+                t.metrics[f"check/{part}"] = value
+        return t
+
+    return rollout
 
 
 def sort_of(scenario: Scenario) -> str:
