@@ -27,7 +27,7 @@ from apprentice.core.server.ledger import Ledger
 from apprentice.core.server.stored_checkpoints import checkpoint_info
 from apprentice.core.training.checkpoints import CheckpointState, CheckpointStore
 from apprentice.core.wire import FinishTrajectory, RegisterModel, TrainJob
-from apprentice.integrations.mcp.commands import show_report
+from apprentice.integrations.mcp.commands import say_if_fewer, show_report
 from apprentice.integrations.mcp.mastery_report import MasteryReport, Success
 
 Run = Callable[..., tuple[int, str, str]]
@@ -366,6 +366,12 @@ def test_a_second_run_in_a_folder_is_refused_before_anything_is_done(run: Run, t
     assert not out.exists()
     assert "there is no command 'no-such-command'" in sentence(run(*line))
     assert not out.exists()
+
+
+@pytest.mark.parametrize(("made", "told"), [((9, 2), True), ((10, 1), True), ((10, 2), False)])
+def test_fewer_scenarios_than_asked_for_are_told(made: tuple[int, int], told: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    say_if_fewer(made, (10, 2))
+    assert ("Fewer than the 10 and 2 that were asked for" in capsys.readouterr().out) == told
 
 
 def test_the_end_of_a_mastery_run_shows_paths_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:

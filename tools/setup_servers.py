@@ -129,7 +129,9 @@ def _run(command: list[str]) -> None:
 def main() -> None:
     try:
         for name in sys.argv[1:] or RECIPES:
-            print(shlex.join(argv(name)))
+            command = argv(name)  # first: it refuses what is unknown
+            variables = [f"{key}={value}" for key, value in RECIPES[name].env.items()]
+            print(shlex.join([*(["env", *variables] if variables else []), *command]))
     except NotInstallable as error:
         raise SystemExit(f"setup: {error}") from None
 

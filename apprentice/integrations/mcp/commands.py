@@ -151,6 +151,16 @@ def scenarios(
 
     made = asyncio.run(work())
     print(f"{made[0]} scenarios in {out / 'train.jsonl'}, {made[1]} held out in {out / 'test.jsonl'}")
+    say_if_fewer(made, (count, held_out))
+
+
+def say_if_fewer(made: tuple[int, int], wanted: tuple[int, int]) -> None:
+    """Say why, if there are not as many scenarios (to train on, held out) as were asked for."""
+    if made[0] < wanted[0] or made[1] < wanted[1]:
+        print(
+            f"Fewer than the {wanted[0]} and {wanted[1]} that were asked for: no more different tasks were found that ran twice with the "
+            "same result. More come from a fixture with data, from more tools, or from a --generator."
+        )
 
 
 @app.command()
@@ -166,7 +176,7 @@ def master(
     demonstrations: Annotated[int, training_option(metavar="N", min=0, help="Reference runs shown first.")] = 96,
     epochs: Annotated[int | None, training_option(metavar="N", min=1, help="Default: 1; 2 for five tools or more.")] = None,
     batch_size: Annotated[int, training_option(metavar="N", min=1, help="Demonstrations at a time.")] = 4,
-    steps: Annotated[int, training_option(metavar="N", min=1, help="Of GRPO.")] = 10,
+    steps: Annotated[int, training_option(metavar="N", min=1, help="Of GRPO.")] = 8,
     group_size: Annotated[int, training_option(metavar="N", min=2, help="Attempts at a scenario.")] = 8,
     groups_per_step: Annotated[int, training_option(metavar="N", min=1, help="Scenarios in a step.")] = 4,
     learning_rate: Annotated[float, training_option(metavar="X", min=0, help="Of GRPO.")] = 4e-4,
@@ -209,6 +219,7 @@ def master(
     invent = generator_of(generator) if generator else None
     report = asyncio.run(run_master([spec], settings, out, url=url, generator=invent, real_data=real_data))
     show_report(report, out)
+    say_if_fewer((report.train_scenarios, report.test_scenarios), (scenario_count, held_out))
     if not report.gained:
         raise typer.Exit(1)
 

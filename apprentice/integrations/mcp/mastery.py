@@ -79,7 +79,7 @@ class MasterySettings(Record):
     """Reference runs shown before GRPO; 0: none."""
     epochs: Count | None = None
     """How often they are shown; None: once, twice where they use many tools."""
-    steps: Count = 10
+    steps: Count = 8
     group_size: Annotated[int, Field(ge=2)] = 8
     groups_per_step: Count = 4
     max_turns: Count = 4

@@ -267,14 +267,18 @@ def parse_server(text: str, **options: Any) -> McpServer:  # Any: fields of McpS
     try:
         return McpServer(**{**base, **options})
     except ValidationError as cause:
-        error = cause.errors(include_url=False, include_input=False)[0]
+        error = cause.errors(include_url=False)[0]
         key, field = str((*error["loc"], "server")[0]), ".".join(str(part) for part in error["loc"]) or "server"
-        what, wrong = f"the field {field!r} is wrong: {error['msg']}", cause
+        came = f", got {error['input']!r}" if key in _NEVER_SECRET else ""
+        what, wrong = f"the field {field!r} is wrong: {error['msg']}{came}", cause
     except ConfigError as cause:  # of rules across fields
         key = field = cause.param or ""
         what, wrong = cause.message, cause
     place = f"{entry.place(key)}: " if entry is not None and key not in options else ""
     raise ConfigError(f"{place}{what}", param=field) from wrong
+
+
+_NEVER_SECRET = ("transport", "isolation", "connect_seconds", "call_seconds", "parallel")
 
 
 def _base(text: str) -> dict[str, Any]:

@@ -167,8 +167,10 @@ def test_an_unknown_or_missing_name_says_which_there_are(claude: Path, tmp_path:
     [
         ("", {}, "got an empty text"),
         ("cmd 'open", {}, "quotes closed"),
-        ("cmd", {"isolation": "none"}, "the field 'isolation' is wrong"),
-        ("cmd", {"unknown": 1}, "the field 'unknown' is wrong"),
+        ("cmd", {"isolation": "none"}, "the field 'isolation' is wrong: Input should be 'process', 'session' or 'shared', got 'none'$"),
+        ("cmd", {"call_seconds": "long"}, "the field 'call_seconds' is wrong: .*, got 'long'$"),
+        ("cmd", {"unknown": "s3cret"}, "the field 'unknown' is wrong: Extra inputs are not permitted$"),
+        ("cmd", {"env": {"K": ["s3cret"]}}, "the field 'env.K' is wrong: Input should be a valid string$"),
         ("cmd", {"bearer_env": "X"}, "headers and bearer tokens are for URLs"),
         ("cmd", {"fixture": "/no/such/folder"}, "there is none at /no/such/folder"),
         ("cmd", {"transport": "http"}, "cannot use the transport 'http' with a command"),
